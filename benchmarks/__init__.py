@@ -1,8 +1,8 @@
 """Programs that print the figures of the docs. The Makefile starts them, as `python -m benchmarks.ROOM.PROGRAM`.
 
-Each room measures one thing: whole steps beside TRL's (`against_trl`), a borrowed GPU (`gpu_day`), what is neither the model's work
-nor the engine's (`host`), learning (`learning`), a prediction for many GPUs (`plan`), the proofs (`proofs`), sampling (`sampling`),
-and pushes to servers (`servers`).
+Each room measures one thing: whole steps beside TRL's (`against_trl`), a borrowed GPU (`gpu_day`), what is neither
+the model's work nor the engine's (`host`), learning (`learning`), a prediction for many GPUs (`plan`), the proofs
+(`proofs`), sampling (`sampling`), and pushes to servers (`servers`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     lockstep grpo --model_name_or_path Qwen/Qwen3-0.6B --dataset_name data.jsonl \\
         --agent_command "python examples/langgraph_agent.py" --vllm_max_model_length 4096 --max_completion_length 2048
 
-A row of `data.jsonl` is {"prompt": [{"role": "user", "content": "What is 6 times 7?"}], "answer": "42"}. The reward is 1 for a
-right answer after a call of the tool, 0.5 for another answer after such a call, and else 0. docs/guides/agents.md
+A row of `data.jsonl` is {"prompt": [{"role": "user", "content": "What is 6 times 7?"}], "answer": "42"}. The reward
+is 1 for a right answer after a call of the tool, 0.5 for another answer after such a call, and else 0.
+docs/guides/agents.md
 """
 
 from __future__ import annotations

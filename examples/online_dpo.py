@@ -3,9 +3,9 @@
     lockstep serve Qwen/Qwen2-0.5B-Instruct
     python examples/online_dpo.py Qwen/Qwen2-0.5B-Instruct
 
-To port a script from TRL, change two lines: its imports. The requests of both completions carry the name of their prompt, and the
-two completions are compared under this name. So the number of prompts in a batch and the order of the server's answers do not
-matter.
+To port a script from TRL, change two lines: its imports. The requests of both completions carry the name of their
+prompt, and the two completions are compared under this name. So the number of prompts in a batch and the order of the
+server's answers do not matter.
 """
 
 from __future__ import annotations

@@ -35,9 +35,14 @@ def main() -> None:
             servers.update_weights(model, version=step)
             keys = [RequestKey("wet", sample) for sample in range(SAMPLES)]
             answers = servers.generate(
-                [GenerationRequest(key, prompt, Sampling(max_tokens=4), request_seed(0, step, key)) for key in keys]
+                [
+                    GenerationRequest(key, prompt, Sampling(max_tokens=4), request_seed(0, step, key))
+                    for key in keys
+                ]
             )
-            rewards = torch.tensor([float("yes" in tokenizer.decode(answers[k].token_ids).lower()) for k in keys])
+            rewards = torch.tensor(
+                [float("yes" in tokenizer.decode(answers[k].token_ids).lower()) for k in keys]
+            )
             gaps = []
             for key, advantage in zip(keys, rewards - rewards.mean(), strict=True):
                 logps = own_logps(model, prompt, answers[key].token_ids)
@@ -49,7 +54,9 @@ def main() -> None:
         servers.update_weights(model, version=STEPS)
         probed, gap = servers.verify()
         name, error = probed.worst
-        print(f"proved at the end: {probed.modules} modules, worst {name} by {error:.1e}; gap {gap.mean_abs:.1e}")
+        print(
+            f"proved at the end: {probed.modules} modules, worst {name} by {error:.1e}; gap {gap.mean_abs:.1e}"
+        )
         print({name: round(sum(scores), 2) for name, scores in servers.score({"prompt": prompt}).items()})
     finally:
         servers.close()

@@ -3,11 +3,12 @@
     make train-images                      (two cores, no download; ARGS="--steps 40" for a shorter run)
     make train-images ARGS=--server        (vLLM in a process of its own, which the script starts and stops)
 
-The script makes an Idefics3 of two layers with random weights, its tokenizer and its image processor. Every prompt has the same
-text. Every picture has one red half, left, right, top or bottom; the other half has a colour of its own, and all pixels have noise.
-vLLM samples one word per completion, in this process or, with `--server`, in a server (`lockstep serve`). The reward is 1 if the
-word names the red half. A policy that does not look at the picture is right in one case of four at most. Prints the held-out reward
-before and after training, on pictures that no step has seen. (docs/internals/images.md)
+The script makes an Idefics3 of two layers with random weights, its tokenizer and its image processor. Every prompt
+has the same text. Every picture has one red half, left, right, top or bottom; the other half has a colour of its own,
+and all pixels have noise. vLLM samples one word per completion, in this process or, with `--server`, in a server
+(`lockstep serve`). The reward is 1 if the word names the red half. A policy that does not look at the picture is
+right in one case of four at most. Prints the held-out reward before and after training, on pictures that no step has
+seen. (docs/internals/images.md)
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def main(given: list[str] | None = None) -> tuple[float, float]:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--steps", type=int, default=150)
     words.add_argument("--seed", type=int, default=0)
-    words.add_argument("--held-out", type=int, default=HELD_OUT, help="number of pictures that are not trained on")
+    words.add_argument(
+        "--held-out", type=int, default=HELD_OUT, help="number of pictures that are not trained on"
+    )
     engine = words.add_mutually_exclusive_group()
     engine.add_argument("--without-vllm", action="store_true", help="sample with the transformers engine")
     engine.add_argument("--server", action="store_true", help="sample with a server that the script starts")
@@ -72,9 +75,15 @@ def main(given: list[str] | None = None) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
         model = make_model(Path(folder) / "model", asked.seed)
         if asked.server:
-            engine_fields = {"vllm_mode": "server", "vllm_server_base_url": running.enter_context(server_of(model))}
+            engine_fields = {
+                "vllm_mode": "server",
+                "vllm_server_base_url": running.enter_context(server_of(model)),
+            }
         else:
-            engine_fields = {"vllm_max_model_length": CONTEXT, "use_vllm": False if asked.without_vllm else None}
+            engine_fields = {
+                "vllm_max_model_length": CONTEXT,
+                "use_vllm": False if asked.without_vllm else None,
+            }
         config = lockstep.GRPOConfig(
             output_dir=f"{folder}/run",
             max_steps=asked.steps,
@@ -107,7 +116,11 @@ def main(given: list[str] | None = None) -> tuple[float, float]:
             after = trainer.evaluate()
         finally:
             trainer.close()
-        gaps = [entry["parity/max_abs_gap"] for entry in trainer.state.log_history if "parity/max_abs_gap" in entry]
+        gaps = [
+            entry["parity/max_abs_gap"]
+            for entry in trainer.state.log_history
+            if "parity/max_abs_gap" in entry
+        ]
         print(f"held-out reward after {asked.steps} steps: {shown(after)} (at most 0.25 without the picture)")
         print(f"largest gap between sampled and scored log-probs: {max(gaps):.1e} nats")
     return before["eval_reward"], after["eval_reward"]
@@ -121,7 +134,16 @@ def server_of(model: str) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = ["--port", str(port), "--max_model_len", str(CONTEXT), "--max_num_seqs", "128", "--dtype", "float32"]
+    arguments = [
+        "--port",
+        str(port),
+        "--max_model_len",
+        str(CONTEXT),
+        "--max_num_seqs",
+        "128",
+        "--dtype",
+        "float32",
+    ]
     server = subprocess.Popen([sys.executable, "-m", "lockstep.cli.main", "serve", model, *arguments])
     try:
         yield f"http://127.0.0.1:{port}"
@@ -145,7 +167,9 @@ def rows(count: int, seed: int) -> Dataset:
     draw = np.random.default_rng(seed)
     halves = [list(HALVES)[i % len(HALVES)] for i in draw.permutation(count)]
     prompt = "<image> which half is red ?"
-    return Dataset.from_list([{"prompt": prompt, "image": picture(half, draw), "answer": half} for half in halves])
+    return Dataset.from_list(
+        [{"prompt": prompt, "image": picture(half, draw), "answer": half} for half in halves]
+    )
 
 
 def picture(half: str, draw: np.random.Generator) -> Image.Image:
@@ -158,7 +182,10 @@ def picture(half: str, draw: np.random.Generator) -> Image.Image:
 
 
 def make_model(folder: Path, seed: int) -> str:
-    """A directory with a tiny Idefics3 of random weights, its tokenizer and its processor. A picture has four tokens."""
+    """A directory with a tiny Idefics3 of random weights, its tokenizer and its processor.
+
+    A picture has four tokens.
+    """
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<?>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<?>")

@@ -1,4 +1,5 @@
-"""A defect in a released engine: every call reports success, but the proofs find it (docs/internals/proof.md has the story).
+"""A defect in a released engine: every call reports success, but the proofs find it (docs/internals/proof.md has the
+story).
 
     make tied-head         (real vLLM, SmolLM2-135M; about a minute on two CPU cores)
 

@@ -1,8 +1,12 @@
-"""GRPO with an environment, in the manner of TRL. If `lockstep` is replaced by `trl` in the import, TRL runs the same script.
+"""GRPO with an environment, in the manner of TRL.
 
-    python examples/trl_environment.py [MODEL]      (a model whose chat template shows tools; default: Qwen/Qwen3-0.6B from a hub)
+If `lockstep` is replaced by `trl` in the import, TRL runs the same script.
 
-The environment is a counter. Its method is the model's tool, and it gives the reward itself. docs/internals/conversations.md
+    python examples/trl_environment.py [MODEL]      (a model whose chat template shows tools; default: Qwen/Qwen3-0.6B
+    from a hub)
+
+The environment is a counter. Its method is the model's tool, and it gives the reward itself.
+docs/internals/conversations.md
 """
 
 from __future__ import annotations

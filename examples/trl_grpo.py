@@ -1,10 +1,11 @@
 """TRL's own GRPOTrainer, unchanged, on Lockstep's proven engine. It needs one assignment before the trainer is made.
 
-    python examples/trl_grpo.py [MODEL]      (trl==1.16.0; vLLM in this process where it is installed, else transformers)
+    python examples/trl_grpo.py [MODEL]      (trl==1.16.0; vLLM in this process where it is installed, else
+    transformers)
 
-The script takes three steps of GRPO on additions, by default with the packaged SmolLM2-135M-Instruct. For every step it prints
-the proofs of the push before it, and TRL's own measure of the difference between engine and trainer log-probs. It takes two
-minutes on two CPU cores:
+The script takes three steps of GRPO on additions, by default with the packaged SmolLM2-135M-Instruct. For every step
+it prints the proofs of the push before it, and TRL's own measure of the difference between engine and trainer
+log-probs. It takes two minutes on two CPU cores:
 
     step 1: version 1, 272 tensors as sent, 183 of 183 modules within 4e-06, canary within 6e-05; reward 0.12, …
     step 2: version 2, 272 tensors as sent, 14 of 183 modules within 2e-06, canary within 4e-05; reward 0.25, …
@@ -23,7 +24,8 @@ from typing import Any
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# TRL 1.16 supports vLLM up to 0.31, and warns about 0.32. Here Lockstep makes the calls to vLLM, so the warning does not apply.
+# TRL 1.16 supports vLLM up to 0.31, and warns about 0.32. Here Lockstep makes the calls to vLLM, so the warning does
+# not apply.
 warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
 
 SETTINGS: dict[str, Any] = {
@@ -77,7 +79,9 @@ def additions(rows: int) -> Any:
 
     draw = random.Random(0)
     pairs = [(draw.randrange(10), draw.randrange(10)) for _ in range(rows)]
-    asked = [[{"role": "user", "content": f"What is {a} + {b}? Answer with the number only."}] for a, b in pairs]
+    asked = [
+        [{"role": "user", "content": f"What is {a} + {b}? Answer with the number only."}] for a, b in pairs
+    ]
     return Dataset.from_dict({"prompt": asked, "answer": [str(a + b) for a, b in pairs]})
 
 

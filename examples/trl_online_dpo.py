@@ -1,8 +1,11 @@
-"""Online DPO with a reward model, in the manner of TRL. For TRL, import the two names from `trl.experimental.online_dpo`.
+"""Online DPO with a reward model, in the manner of TRL.
+
+For TRL, import the two names from `trl.experimental.online_dpo`.
 
     python examples/trl_online_dpo.py MODEL REWARD_MODEL
 
-The policy answers questions; a reward model (a sequence classifier with one output) says which of two answers is better.
+The policy answers questions; a reward model (a sequence classifier with one output) says which of two answers is
+better.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ SETTINGS = {
 
 def questions(rows: int) -> Dataset:
     """Prompts alone: the reward model needs no answers."""
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": f"What is {i} plus {i}?"}] for i in range(rows)]})
+    return Dataset.from_dict(
+        {"prompt": [[{"role": "user", "content": f"What is {i} plus {i}?"}] for i in range(rows)]}
+    )
 
 
 def main(model_name: str, reward_name: str, **settings: object) -> OnlineDPOTrainer:
@@ -40,7 +45,9 @@ def main(model_name: str, reward_name: str, **settings: object) -> OnlineDPOTrai
     )
     tokenizer = AutoTokenizer.from_pretrained(model_name, padding_side="left", trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    reward_tokenizer = AutoTokenizer.from_pretrained(reward_name, truncation_side="left", trust_remote_code=False)
+    reward_tokenizer = AutoTokenizer.from_pretrained(
+        reward_name, truncation_side="left", trust_remote_code=False
+    )
     trainer = OnlineDPOTrainer(
         model=model,
         reward_funcs=reward_model,

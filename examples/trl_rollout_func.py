@@ -1,9 +1,12 @@
-"""GRPO with a `rollout_func`, in the manner of TRL. If `lockstep` is replaced by `trl` in the import, TRL runs the same script.
+"""GRPO with a `rollout_func`, in the manner of TRL.
+
+If `lockstep` is replaced by `trl` in the import, TRL runs the same script.
 
     python examples/trl_rollout_func.py [MODEL]      (default: HuggingFaceTB/SmolLM2-135M-Instruct from a hub)
 
-The function samples with the trainer's own model, in two turns with a question between them. It is written for any trainer; with
-Lockstep, `lockstep.generate_rollout_completions` samples much faster. The model is rewarded for digits in its second turn.
+The function samples with the trainer's own model, in two turns with a question between them. It is written for any
+trainer; with Lockstep, `lockstep.generate_rollout_completions` samples much faster. The model is rewarded for digits
+in its second turn.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """GRPO with a tool, in the manner of TRL. If `lockstep` is replaced by `trl` in the import, TRL runs the same script.
 
-    python examples/trl_tools.py [MODEL]      (a model whose chat template shows tools; default: Qwen/Qwen3-0.6B from a hub)
+    python examples/trl_tools.py [MODEL]      (a model whose chat template shows tools; default: Qwen/Qwen3-0.6B from
+    a hub)
 
-The task is multiplication. A rollout is rewarded for a call of the tool with the right numbers. docs/internals/conversations.md
+The task is multiplication. A rollout is rewarded for a call of the tool with the right numbers.
+docs/internals/conversations.md
 """
 
 from __future__ import annotations

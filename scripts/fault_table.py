@@ -27,11 +27,18 @@ def listed(verdicts: list[dict[str, Any]]) -> str:
     found: dict[str, dict[str, list[str]]] = {}
     for verdict in run:
         if verdict["id"] in injected:
-            found.setdefault(outcome(verdict), {way: [] for way in ways})[verdict["way"]].append(named(verdict))
-    lines = [f"In runs with {ways[0]}, and in those with {', '.join(ways[1:])} where nothing else is said:", ""]
+            found.setdefault(outcome(verdict), {way: [] for way in ways})[verdict["way"]].append(
+                named(verdict)
+            )
+    lines = [
+        f"In runs with {ways[0]}, and in those with {', '.join(ways[1:])} where nothing else is said:",
+        "",
+    ]
     for name, ids in found.items():
         first, *others = (", ".join(faults) or "none" for faults in ids.values())
-        differ = [f"; {way}: {faults}" for way, faults in zip(ways[1:], others, strict=True) if faults != first]
+        differ = [
+            f"; {way}: {faults}" for way, faults in zip(ways[1:], others, strict=True) if faults != first
+        ]
         lines.append(f"- {name}: {first}{''.join(differ)}")
     return "\n".join(lines)
 

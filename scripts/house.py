@@ -29,8 +29,8 @@ from ways import FUNCTIONS, PARAMETER, PROMPT, SELF_PROVEN_PARAMETER, House, Way
 def the_loop(house: House) -> tuple[str, list[str]]:
     """Lines of the file that defines `TrainingLoop`, and the proofs that it imports, at any depth.
 
-    A file is a proof if it is in a room of proofs (parity, watch, definitions), or if it makes a ProofError itself. The file that
-    defines the protocol `Watch` is the contract of the events, and no proof.
+    A file is a proof if it is in a room of proofs (parity, watch, definitions), or if it makes a ProofError itself.
+    The file that defines the protocol `Watch` is the contract of the events, and no proof.
     """
     ((module, *_),) = house.places["TrainingLoop"]
     targets = {house.target(base, name) for base, name, *_ in module.imports} - {None}
@@ -40,9 +40,14 @@ def the_loop(house: House) -> tuple[str, list[str]]:
 
 
 def rooms_that_import(house: House, library: str) -> dict[str, int]:
-    """Rooms with a file that imports a library, at any depth, also for type checkers only. Names of entry points do not count."""
+    """Rooms with a file that imports a library, at any depth, also for type checkers only.
+
+    Names of entry points do not count.
+    """
     return dict(
-        Counter(m.room for m in house.modules.values() if any(b.split(".")[0] == library for b, *_ in m.imports))
+        Counter(
+            m.room for m in house.modules.values() if any(b.split(".")[0] == library for b, *_ in m.imports)
+        )
     )
 
 
@@ -52,9 +57,10 @@ BY_TEXT = ("setattr", "getattr", "hasattr", "delattr", "object")
 def private_touches(house: House) -> list[tuple[str, int, str]]:
     """Places in tests/ that touch a private name of Lockstep: file, line, name.
 
-    A touch is `x._name` where x is not `self` or `cls`; an import of `_name` from Lockstep; or the text "_name" as an argument of a
-    call of `setattr`, `getattr`, `hasattr`, `delattr` or `patch.object`. Names with two underscores do not count, nor does a name
-    that the source never defines (then it is another library's, or the test's own), nor one on a module of another library.
+    A touch is `x._name` where x is not `self` or `cls`; an import of `_name` from Lockstep; or the text "_name" as an
+    argument of a call of `setattr`, `getattr`, `hasattr`, `delattr` or `patch.object`. Names with two underscores do
+    not count, nor does a name that the source never defines (then it is another library's, or the test's own), nor
+    one on a module of another library.
     """
     own = set()
     for module in house.modules.values():
@@ -71,9 +77,18 @@ def private_touches(house: House) -> list[tuple[str, int, str]]:
         tree, others = ast.parse(path.read_text(encoding="utf-8")), set()
         for n in ast.walk(tree):
             if isinstance(n, ast.Import):
-                others |= {(a.asname or a.name).split(".")[0] for a in n.names if not a.name.startswith("lockstep")}
-            elif isinstance(n, ast.ImportFrom) and n.module and not n.level and n.module.split(".")[0] != "lockstep":
-                others |= {a.asname or a.name for a in n.names if not (path.parent / f"{n.module}.py").exists()}
+                others |= {
+                    (a.asname or a.name).split(".")[0] for a in n.names if not a.name.startswith("lockstep")
+                }
+            elif (
+                isinstance(n, ast.ImportFrom)
+                and n.module
+                and not n.level
+                and n.module.split(".")[0] != "lockstep"
+            ):
+                others |= {
+                    a.asname or a.name for a in n.names if not (path.parent / f"{n.module}.py").exists()
+                }
         for n in ast.walk(tree):
             found: list[str] = []
             line = getattr(n, "lineno", 0)
@@ -96,8 +111,9 @@ def private_touches(house: House) -> list[tuple[str, int, str]]:
 def circles(house: House, *, inside: bool, kind: int) -> list[list[str]]:
     """Circles of imports: groups of two or more rooms (or, inside a room, files) each of which reaches all others.
 
-    Of kind 0 count the imports at the top of a file, of kind 1 also those inside functions, of kind 2 also those for type checkers
-    only. A file directly in the package is a room. What a package's `__init__.py` imports is an import of that file.
+    Of kind 0 count the imports at the top of a file, of kind 1 also those inside functions, of kind 2 also those for
+    type checkers only. A file directly in the package is a room. What a package's `__init__.py` imports is an import
+    of that file.
     """
     arrows: dict[str, set[str]] = defaultdict(set)
     for module in house.modules.values():
@@ -121,15 +137,19 @@ def circles(house: House, *, inside: bool, kind: int) -> list[list[str]]:
 
     reached = {one: reach(one) for one in list(arrows)}
     groups = {
-        frozenset(two for two in reached[one] if one in reached.get(two, ())) for one in reached if one in reached[one]
+        frozenset(two for two in reached[one] if one in reached.get(two, ()))
+        for one in reached
+        if one in reached[one]
     }
     return sorted(sorted(group) for group in groups)
 
 
 def mutations_with_paths(house: House) -> tuple[int, int]:
-    """Cases of the mutation list whose text, or a constant or function that they name, has a path of a source file; and all cases.
+    """Cases of the mutation list whose text, or a constant or function that they name, has a path of a source file;
+    and all cases.
 
-    Each such case needs an edit when its file moves. A path is a text like `rollouts/driver.py` that is not below tests/.
+    Each such case needs an edit when its file moves. A path is a text like `rollouts/driver.py` that is not below
+    tests/.
     """
     path = house.root / "scripts" / "mutation_cases.py"
     if not path.exists():
@@ -143,7 +163,9 @@ def mutations_with_paths(house: House) -> tuple[int, int]:
             several = isinstance(target, ast.Tuple) and isinstance(n.value, ast.Tuple)
             pairs = zip(target.elts, n.value.elts, strict=False) if several else [(target, n.value)]  # type: ignore[attr-defined]
             top |= {ast.unparse(name): value for name, value in pairs}
-            if isinstance(n.value, ast.List | ast.Tuple) and any(isinstance(e, ast.Call) for e in n.value.elts):
+            if isinstance(n.value, ast.List | ast.Tuple) and any(
+                isinstance(e, ast.Call) for e in n.value.elts
+            ):
                 lists += n.value.elts
 
     def names_path(node: ast.AST, depth: int = 0) -> bool:
@@ -162,7 +184,8 @@ def mutations_with_paths(house: House) -> tuple[int, int]:
 
 
 def lines(house: House) -> dict[str, Any]:
-    """Files without `__init__.py`; lines of all files, and of the core (without the rooms cli and extras); imports in the code.
+    """Files without `__init__.py`; lines of all files, and of the core (without the rooms cli and extras); imports in
+    the code.
 
     A line of code has a token that is not a comment and not a docstring. A line of an import statement is one of them.
     """
@@ -170,7 +193,10 @@ def lines(house: House) -> dict[str, Any]:
     for module in house.modules.values():
         skip: set[int] = set()
         for n in ast.walk(module.tree):
-            if isinstance(n, (*FUNCTIONS, ast.ClassDef, ast.Module)) and ast.get_docstring(n, clean=False) is not None:
+            if (
+                isinstance(n, (*FUNCTIONS, ast.ClassDef, ast.Module))
+                and ast.get_docstring(n, clean=False) is not None
+            ):
                 skip |= set(range(n.body[0].lineno, (n.body[0].end_lineno or 0) + 1))
             elif isinstance(n, ast.Import | ast.ImportFrom):
                 imported += (n.end_lineno or n.lineno) - n.lineno + 1
@@ -200,10 +226,11 @@ def annotated(node: ast.ClassDef) -> set[str]:
 def field_places(house: House) -> dict[str, list[str]]:
     """For each field of `GRPOConfig` that Lockstep declares: the files of the source in which it is declared or listed.
 
-    Declared: an annotated name in a class of that name's family, or of `definitions/`. Listed: its name as a text in a table at the
-    top of a file (a list, tuple, set or mapping). Files that only use the field do not count. A file that a script writes
-    from the declarations (`fields.json`) is none of these. Some tables that count are about something else of the same
-    name: requests of vLLM and OpenAI, figures, the settings of injected faults; and `definitions/` is a second opinion.
+    Declared: an annotated name in a class of that name's family, or of `definitions/`. Listed: its name as a text in
+    a table at the top of a file (a list, tuple, set or mapping). Files that only use the field do not count. A file
+    that a script writes from the declarations (`fields.json`) is none of these. Some tables that count are about
+    something else of the same name: requests of vLLM and OpenAI, figures, the settings of injected faults; and
+    `definitions/` is a second opinion.
     """
     family: list[ast.ClassDef] = []
     todo = [(module, node) for module, node, _ in house.places["GRPOConfig"]]
@@ -223,7 +250,9 @@ def field_places(house: House) -> dict[str, list[str]]:
                 told |= annotated(n)
             elif isinstance(n, ast.Assign | ast.AnnAssign) and n.value is not None:
                 told |= {str(c.value) for c in ast.walk(n.value) if isinstance(c, ast.Constant)}
-                told |= {k.arg for c in ast.walk(n.value) if isinstance(c, ast.Call) for k in c.keywords if k.arg}
+                told |= {
+                    k.arg for c in ast.walk(n.value) if isinstance(c, ast.Call) for k in c.keywords if k.arg
+                }
         for name in told & own:
             where[name].add(house.file(module))
     return {name: sorted(files) for name, files in where.items()}
@@ -241,11 +270,13 @@ def words(house: House) -> int:
     return sum(len(path.read_text(encoding="utf-8").split()) for path in (house.root / "docs").rglob("*.md"))
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------
+# ---- the table ---------------------------------------------------------------------------------------------------
 
 
 def rows(house: House, prompt: Way, parameter: Way) -> list[tuple[str, str, str, Iterable[str]]]:
-    """Each row: what is counted, the figure of this tree, what is asked after issue 45 and after 46, the names behind it."""
+    """Each row: what is counted, the figure of this tree, what is asked after issue 45 and after 46, the names behind
+    it.
+    """
     loop, proofs = the_loop(house)
     vllm, touches, size, fields = (
         rooms_that_import(house, "vllm"),
@@ -276,7 +307,9 @@ def rows(house: House, prompt: Way, parameter: Way) -> list[tuple[str, str, str,
     touched = [f"{file}:{line} {name}" for file, line, name in touches]
     share = f"{100 * size['imports'] / max(size['code'], 1):.1f} % of {size['code']} lines"
     mean = sum(counts) / len(counts)
-    declared = f"{counts[0]} to {counts[-1]}, mean {mean:.1f}; {counts.count(1)} of {len(counts)} in one place"
+    declared = (
+        f"{counts[0]} to {counts[-1]}, mean {mean:.1f}; {counts.count(1)} of {len(counts)} in one place"
+    )
     listed = [f"{name}: {' '.join(files)}" for name, files in sorted(fields.items())]
     reached = sorted(rooms_reached(house))
     return [

@@ -3,8 +3,8 @@
     scripts/kill_sweep.py                     every command, a sample of 60 that the seed draws
     scripts/kill_sweep.py --only train        one command of this list:
     scripts/kill_sweep.py --ways kill,torn    some of the ways of the table below
-    scripts/kill_sweep.py --most 100000       every operation, in every way; --begin 300 leaves out the first 300 of the sample
-    scripts/kill_sweep.py --seconds 300       begins nothing further after this time
+    scripts/kill_sweep.py --most 100000       every operation, in every way; --begin 300 leaves out the first 300 of
+    the sample scripts/kill_sweep.py --seconds 300       begins nothing further after this time
 
 | way | what happens at operation N below the folder of the run |
 |---|---|
@@ -24,16 +24,19 @@
 | evaluate, merge, serve | the command of that name |
 | packaged | the conversion of the packaged model; a tiny one stands in for it |
 
-`scripts/kill_sweep.c` counts the operations. Each run is a fork of this process, which has imported the libraries, so that a run of
-a tiny model with the transformers engine takes seconds. `serve` starts vLLM's server, twice per operation, and takes minutes.
+`scripts/kill_sweep.c` counts the operations. Each run is a fork of this process, which has imported the libraries, so
+that a run of a tiny model with the transformers engine takes seconds. `serve` starts vLLM's server, twice per
+operation, and takes minutes.
 
-A case is right if the same command then ends with the same weights, to the bit, and the same log (`same`), or if the run had ended
-before the kill and is whole (`done`), or if it refuses with one clear sentence and exit code 1 or 2 (`refused`). A traceback, an
-exit without a word, a second run beside the first, another result, a process or a temporary file that is left behind is a failure.
-A command that could not write (full, broken) must itself end with one clear sentence, or with the same result.
+A case is right if the same command then ends with the same weights, to the bit, and the same log (`same`), or if the
+run had ended before the kill and is whole (`done`), or if it refuses with one clear sentence and exit code 1 or 2
+(`refused`). A traceback, an exit without a word, a second run beside the first, another result, a process or a
+temporary file that is left behind is a failure. A command that could not write (full, broken) must itself end with
+one clear sentence, or with the same result.
 
-Agents, and environments in processes of their own, call at moments that the clock decides. So the engine computes other rows
-together, and two unharmed runs differ in the last bits: their rewards and lengths must be equal, and their weights near each other.
+Agents, and environments in processes of their own, call at moments that the clock decides. So the engine computes
+other rows together, and two unharmed runs differ in the last bits: their rewards and lengths must be equal, and their
+weights near each other.
 """
 
 from __future__ import annotations
@@ -119,7 +122,9 @@ def solve(base_url, api_key, row):
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and 3?"}]
     return len(said) % 5
 '''
-APART = 'from lockstep.rollouts.programs.environments import in_process\nboards = in_process("mine.py:Board")\n'
+APART = (
+    'from lockstep.rollouts.programs.environments import in_process\nboards = in_process("mine.py:Board")\n'
+)
 # An agent that does not look after its trainer: it lasts longer than a run may.
 PROGRAM = """
 import json, os, sys, time, urllib.request
@@ -228,7 +233,10 @@ class Sweep:
                 os.chdir(self.home)
                 library = ctypes.CDLL(str(self.library))
                 library.kill_sweep_arm(
-                    os.fsencode(self.home / below), os.fsencode(self.counter), ctypes.c_long(number), ctypes.c_int(way)
+                    os.fsencode(self.home / below),
+                    os.fsencode(self.counter),
+                    ctypes.c_long(number),
+                    ctypes.c_int(way),
                 )
                 code = 70
                 try:
@@ -267,7 +275,8 @@ class Sweep:
         """The arguments of a run, with other fields where some are given; None: without this field."""
         usual = {
             "model_name_or_path": self.model, "dataset_name": self.home / "data.jsonl", "eval_size": 2,
-            "reward_funcs": f"{self.home / 'mine.py'}:score", "output_dir": self.home / "run", "use_vllm": "false", "bf16": "false",
+            "reward_funcs": f"{self.home / 'mine.py'}:score", "output_dir": self.home / "run", "use_vllm": "false",
+            "bf16": "false",
             "max_steps": STEPS, "logging_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2,
             "learning_rate": RATE, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4,
             "report_to": "none",
@@ -348,7 +357,9 @@ class Sweep:
                 operations = self.count
                 self.fresh()
                 self.main(words, operations * 2 // 3, WAYS["kill"])
-                assert list(self.home.glob("run/checkpoint-*/trainer_state.json")), "the first part has no checkpoint"
+                assert list(self.home.glob("run/checkpoint-*/trainer_state.json")), (
+                    "the first part has no checkpoint"
+                )
                 self.keep(resumed(name))
         if "merge" in names:
             self.fresh()
@@ -366,7 +377,12 @@ class Sweep:
 
     def convert(self, number: int, way: int) -> Ended:
         """One step of a run with the packaged model, whose conversion alone is attacked."""
-        fields = {"model_name_or_path": "smollm2-135m-instruct", "max_steps": 1, "eval_size": 0, "save_strategy": "no"}
+        fields = {
+            "model_name_or_path": "smollm2-135m-instruct",
+            "max_steps": 1,
+            "eval_size": 0,
+            "save_strategy": "no",
+        }
         shutil.rmtree(self.home / "run", ignore_errors=True)
         return self.main(["grpo", *self.words(**fields)], number, way, "cache/lockstep/models")
 
@@ -394,9 +410,15 @@ class Sweep:
             path.name for path in (run.parent / "tmp").iterdir() if not path.is_dir() or any(path.iterdir())
         ]:
             return f"{temporary} are left in the temporary folder"
-        if missing := {path.name for path in whole.iterdir()} - {path.name for path in run.iterdir()} - {".lock"}:
+        if (
+            missing := {path.name for path in whole.iterdir()}
+            - {path.name for path in run.iterdir()}
+            - {".lock"}
+        ):
             return f"{sorted(missing)} are gone"
-        summaries = [json.loads((folder / "summary.json").read_text(encoding="utf-8")) for folder in (whole, run)]
+        summaries = [
+            json.loads((folder / "summary.json").read_text(encoding="utf-8")) for folder in (whole, run)
+        ]
         for name in ("eval_reward_before", "eval_reward_after", "steps"):
             if summaries[0][name] != summaries[1][name]:
                 return f"{name} of the summary differs"
@@ -408,7 +430,9 @@ class Sweep:
     def judge_packaged(self) -> str | None:
         (whole,) = (self.kept / "packaged" / "cache" / "lockstep" / "models").iterdir()
         there = self.home / "cache" / "lockstep" / "models"
-        if left := {path.name for path in there.iterdir() if path.is_file() or any(path.iterdir())} - {whole.name}:
+        if left := {path.name for path in there.iterdir() if path.is_file() or any(path.iterdir())} - {
+            whole.name
+        }:
             return f"{sorted(left)} are left"
         return self.judge_folder(there / whole.name, whole)
 
@@ -429,7 +453,8 @@ class Sweep:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         settings = {
-            "LD_PRELOAD": str(self.library), "KILL_SWEEP_FOLDER": str(self.home), "KILL_SWEEP_COUNTER": str(self.counter),
+            "LD_PRELOAD": str(self.library), "KILL_SWEEP_FOLDER": str(self.home),
+            "KILL_SWEEP_COUNTER": str(self.counter),
             "KILL_SWEEP_NUMBER": str(number), "KILL_SWEEP_MODE": str(way), "TMPDIR": str(self.home / "tmp"),
             "HOME": str(self.home), "XDG_CACHE_HOME": str(self.home / "cache"), "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
@@ -481,7 +506,9 @@ def left_behind() -> tuple[str, ...]:
         if time.monotonic() > until:
             for child in map(int, children):
                 with suppress(OSError):
-                    line = Path(f"/proc/{child}/cmdline").read_text(encoding="utf-8").replace("\0", " ").strip()
+                    line = (
+                        Path(f"/proc/{child}/cmdline").read_text(encoding="utf-8").replace("\0", " ").strip()
+                    )
                     left.setdefault(child, line)
                     os.kill(child, signal.SIGKILL)
         time.sleep(0.02)
@@ -491,7 +518,11 @@ def curve(run: Path, begin: str | tuple[str, ...] = "") -> list[dict[str, Any]]:
     """The metrics whose names begin so, without the seconds."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [
-        {name: value for name, value in line.items() if name.startswith(begin) and not name.startswith(_CLOCK)}
+        {
+            name: value
+            for name, value in line.items()
+            if name.startswith(begin) and not name.startswith(_CLOCK)
+        }
         for line in lines
     ]
 
@@ -500,13 +531,17 @@ def distance(run: Path, other: Path) -> float:
     """The mean distance of the weights of the last checkpoints, as a share of the learning rate."""
     from safetensors.torch import load_file
 
-    first, second = (load_file(folder / f"checkpoint-{STEPS}" / "model.safetensors") for folder in (run, other))
+    first, second = (
+        load_file(folder / f"checkpoint-{STEPS}" / "model.safetensors") for folder in (run, other)
+    )
     apart = sum(float((first[name] - second[name]).abs().sum()) for name in second)
     return apart / sum(tensor.numel() for tensor in second.values()) / RATE
 
 
 def attacked(command: Command, number: int, way: str) -> tuple[str, str]:
-    """Attack a command at one operation, and run it again; returns `same`, `done`, `refused` or `FAILED`, and what was found."""
+    """Attack a command at one operation, and run it again; returns `same`, `done`, `refused` or `FAILED`, and what
+    was found.
+    """
     command.prepare()
     first = command.run(number, WAYS[way])
     if first.left:
@@ -561,7 +596,10 @@ def sweep(
     failed = 0
     for index, (name, number, way) in enumerate(drawn):
         if time.monotonic() - started > seconds:
-            print(f"the time is over after {index} of {len(drawn)}: go on with --begin {begin + index}", flush=True)
+            print(
+                f"the time is over after {index} of {len(drawn)}: go on with --begin {begin + index}",
+                flush=True,
+            )
             break
         verdict, said = attacked(commands[name], number, way)
         found[name, way, verdict] += 1
@@ -576,7 +614,9 @@ def sweep(
         for way in ways:
             counts = [found[name, way, verdict] for verdict in ("same", "done", "refused", "FAILED")]
             if sum(counts):
-                print(f"{name:20} {way:8} {counts[0]:6} {counts[1]:6} {counts[2]:8} {counts[3]:7} {operations[name]:6}")
+                print(
+                    f"{name:20} {way:8} {counts[0]:6} {counts[1]:6} {counts[2]:8} {counts[3]:7} {operations[name]:6}"
+                )
     print(f"{ran - failed} of {ran} cases were right, of {len(cases)} cases; seed {seed}", flush=True)
     return int(bool(failed) or not ran)
 
@@ -616,7 +656,13 @@ def main() -> int:
     words.add_argument("--seconds", type=float, default=float("inf"))
     words.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     asked = words.parse_args()
-    known = [*(both for name in RUNS for both in (name, resumed(name))), "evaluate", "merge", "packaged", "serve"]
+    known = [
+        *(both for name in RUNS for both in (name, resumed(name))),
+        "evaluate",
+        "merge",
+        "packaged",
+        "serve",
+    ]
     names = [name for name in known if name in (asked.only.split(",") if asked.only else known)]
     if not names:
         words.error(f"no command is called {asked.only!r}; there are: {', '.join(known)}")

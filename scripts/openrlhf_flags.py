@@ -1,11 +1,12 @@
-"""Writes the flags of released OpenRLHF versions, with their defaults, for the test of docs/reference/migrating-from-openrlhf.md.
+"""Writes the flags of released OpenRLHF versions, with their defaults, for the test of
+docs/reference/migrating-from-openrlhf.md.
 
     pip download --no-deps --dest FOLDER openrlhf==0.9.10
     pip download --no-deps --dest FOLDER openrlhf==0.11.2
     python scripts/openrlhf_flags.py FOLDER/*.whl > tests/training/openrlhf_flags.json
 
-A wheel is read as a zip file; the package is not installed. Of its module `openrlhf.cli.train_ppo_ray` only the statements that
-add flags to the parser are run. Defaults that JSON cannot express, such as infinity, become text.
+A wheel is read as a zip file; the package is not installed. Of its module `openrlhf.cli.train_ppo_ray` only the
+statements that add flags to the parser are run. Defaults that JSON cannot express, such as infinity, become text.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ def flags(source: str) -> dict[str, Any]:
     # Some defaults have the time of day in them; here they end where the time would begin.
     datetime = SimpleNamespace(now=lambda: SimpleNamespace(strftime=lambda _: ""))
     # The f-strings of flag names need no builtins; the types of flags do.
-    names = {"argparse": argparse, "datetime": datetime, "__builtins__": {"int": int, "float": float, "str": str}}
+    names = {
+        "argparse": argparse,
+        "datetime": datetime,
+        "__builtins__": {"int": int, "float": float, "str": str},
+    }
     exec(compile(ast.Module(chosen, []), MODULE, "exec"), names)
     parser = names["parser"]
     assert isinstance(parser, argparse.ArgumentParser)

@@ -103,7 +103,9 @@ def pages() -> dict[Path, str]:
 
 
 def fields_page(described: dict[str, dict[str, Any]]) -> str:
-    """One list per group of `--help`, without the fields that accept one value only; of transformers' own fields the names."""
+    """One list per group of `--help`, without the fields that accept one value only; of transformers' own fields the
+    names.
+    """
     commands = [command for command in described if command != "shared"]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for command in commands:
@@ -146,7 +148,8 @@ def proofs_page(source: Path) -> str:
     """A section per moment of a run, and in it what each proof shows, what it cannot show, and which file makes it.
 
     Raises:
-        SystemExit: a proof can fail and no docstring says what it shows, or a docstring describes a proof that cannot fail.
+        SystemExit: a proof can fail and no docstring says what it shows, or a docstring describes a proof that cannot
+            fail.
     """
     blocks, raised = [], {}
     for path in sorted(source.rglob("*.py")):
@@ -177,13 +180,19 @@ def blocks_of(docstring: str, file: str) -> list[Block]:
             title, shows, not_shown, when = (text and " ".join(text.split()) for text in match.groups())
             found.append(Block(title, shows, not_shown, when, file))
         elif re.match(r"Proof .*`\.$", paragraph.partition("\n")[0]):
-            raise SystemExit(f"{file}: a block has the lines Proof, Shows, Does not show (can be left out) and When")
+            raise SystemExit(
+                f"{file}: a block has the lines Proof, Shows, Does not show (can be left out) and When"
+            )
     return found
 
 
 def raised_in(tree: ast.Module) -> set[str]:
     """The names in `ProofError("name", …)`."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "ProofError"]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "ProofError"
+    ]
     names = [call.args[0] for call in calls if call.args]
     return {name.value for name in names if isinstance(name, ast.Constant)}
 
@@ -224,7 +233,9 @@ def injected() -> list[tuple[str, str]]:
     from lockstep.extras.selftest.picture_faults import PICTURE_FAULTS
     from lockstep.extras.selftest.self_test import FAULTS
 
-    return [(fault.id, fault.what) for fault in (*FAULTS, *ADAPTER_FAULTS, *QUANTISED_FAULTS, *PICTURE_FAULTS)]
+    return [
+        (fault.id, fault.what) for fault in (*FAULTS, *ADAPTER_FAULTS, *QUANTISED_FAULTS, *PICTURE_FAULTS)
+    ]
 
 
 if __name__ == "__main__":

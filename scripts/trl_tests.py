@@ -3,26 +3,29 @@
     make trl-tests ARGS="PATH_TO_TRL_CHECKOUT"                                     (GRPO, RLOO, Online DPO)
     make trl-tests ARGS="PATH_TO_TRL_CHECKOUT -k 'tools or environment or rollout'"
 
-The tests are the checkout's, and the package `trl` is the installed one in both columns: the program copies the tests to a folder
-of its own and prints which `trl` they import. Tests on images need torchvision (docs/reference/migrating-from-trl.md).
+The tests are the checkout's, and the package `trl` is the installed one in both columns: the program copies the tests
+to a folder of its own and prints which `trl` they import. Tests on images need torchvision
+(docs/reference/migrating-from-trl.md).
 
-The program runs the checkout's code. Give it a release or a commit of TRL's own repository, not a stranger's pull request. The
-checkout is the user's; nothing of it is kept here. Its tests name models and data sets on a hub. Nothing is downloaded: the
-checkout's own programs make the models, with Qwen's vocabulary from the package `dashscope`, and the data sets, in a folder that
-plays the hub's cache (`trl_stand_ins/hub.py`). A pytest plugin (`trl_stand_ins/plugin.py`) puts our trainers in TRL's places for
-the second column. Each column runs in a process of its own. The exit code is 1 if a test of the denominator fails with ours.
+The program runs the checkout's code. Give it a release or a commit of TRL's own repository, not a stranger's pull
+request. The checkout is the user's; nothing of it is kept here. Its tests name models and data sets on a hub. Nothing
+is downloaded: the checkout's own programs make the models, with Qwen's vocabulary from the package `dashscope`, and
+the data sets, in a folder that plays the hub's cache (`trl_stand_ins/hub.py`). A pytest plugin
+(`trl_stand_ins/plugin.py`) puts our trainers in TRL's places for the second column. Each column runs in a process of
+its own. The exit code is 1 if a test of the denominator fails with ours.
 
 The denominator of a trainer is what TRL passes, less three kinds of tests, each printed by name:
 
-- tests that patch `generate`, or that patch, call or read what is private in TRL's trainers. `trl_stand_ins/private.py` finds them
-  in their source. Where a test patches `generate`, the second column replays its ids, and leaves out the proofs `samples` and
-  `draws`, which would find that nobody drew them: so its outcome says little.
+- tests that patch `generate`, or that patch, call or read what is private in TRL's trainers.
+  `trl_stand_ins/private.py` finds them in their source. Where a test patches `generate`, the second column replays
+  its ids, and leaves out the proofs `samples` and `draws`, which would find that nobody drew them: so its outcome
+  says little.
 - tests of what Lockstep refuses by a decision (`DECIDED`).
 - tests of picture families that Lockstep does not have (`FAMILIES`).
 
-Differences from a run on TRL's own machines, for both columns: models of all families have Qwen's vocabulary, runs are in fp32
-without a GPU, and they end after `--steps` optimizer steps if the test does not say how long they are (with `--steps 0` they do
-not; a test that counts the calls of a run has the whole run).
+Differences from a run on TRL's own machines, for both columns: models of all families have Qwen's vocabulary, runs
+are in fp32 without a GPU, and they end after `--steps` optimizer steps if the test does not say how long they are
+(with `--steps 0` they do not; a test that counts the calls of a run has the whole run).
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ KEPT = ("PATH", "LANG", "TMPDIR", "LD_PRELOAD", "OMP_NUM_THREADS")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a test: pytest's word, the first line of its error, what of TRL's insides it uses, and its models."""
+    """What became of a test: pytest's word, the first line of its error, what of TRL's insides it uses, and its
+    models.
+    """
 
     outcome: str
     reason: str = ""
@@ -72,13 +77,19 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("checkout", type=Path, help="a folder with TRL's tests/ and scripts/")
     words.add_argument(
-        "--files", nargs="*", help="test files, relative to the checkout, or tests in them (FILE::CLASS::TEST)"
+        "--files",
+        nargs="*",
+        help="test files, relative to the checkout, or tests in them (FILE::CLASS::TEST)",
     )
     words.add_argument("-k", dest="chosen", default="", help="pytest's expression: run only these tests")
-    words.add_argument("--steps", type=int, default=3, help="optimizer steps of a run that names no number (3)")
+    words.add_argument(
+        "--steps", type=int, default=3, help="optimizer steps of a run that names no number (3)"
+    )
     words.add_argument("--write", type=Path, help="write both columns to this file, as JSON")
     words.add_argument("--trl-column", type=Path, help="take TRL's column from this file, which --write made")
-    words.add_argument("--folder", type=Path, help="keep models and pytest's logs in this folder, and use its models")
+    words.add_argument(
+        "--folder", type=Path, help="keep models and pytest's logs in this folder, and use its models"
+    )
     asked = words.parse_args()
     files = asked.files or [name for name in TRAINERS.values() if (asked.checkout / name).exists()]
     missing = [name for name in files if not (asked.checkout / name.split("::")[0]).exists()]
@@ -94,14 +105,21 @@ def main() -> None:
         }
     if asked.trl_column:
         known = json.loads(asked.trl_column.read_text(encoding="utf-8"))["trl"]
-        columns["trl"] = {name: Outcome(*given) for name, given in known.items() if name in columns["lockstep"]}
+        columns["trl"] = {
+            name: Outcome(*given) for name, given in known.items() if name in columns["lockstep"]
+        }
     if asked.write:
         plain = {
-            who: {name: (given.outcome, given.reason, given.private, given.models) for name, given in column.items()}
+            who: {
+                name: (given.outcome, given.reason, given.private, given.models)
+                for name, given in column.items()
+            }
             for who, column in columns.items()
         }
         asked.write.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
-    failures = [show(trainer, file, columns["trl"], columns["lockstep"]) for trainer, file in TRAINERS.items()]
+    failures = [
+        show(trainer, file, columns["trl"], columns["lockstep"]) for trainer, file in TRAINERS.items()
+    ]
     sys.exit(int(any(failures)))
 
 
@@ -110,7 +128,11 @@ def prepare(folder: Path, checkout: Path, files: list[str]) -> None:
     from trl_stand_ins.hub import build_data, build_hub
 
     commit = subprocess.run(
-        ["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, encoding="utf-8", check=False
+        ["git", "-C", checkout, "rev-parse", "HEAD"],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
     )
     print(f"tests: {checkout} at commit {commit.stdout.strip() or 'unknown (no git repository)'}")
     copy_tests(checkout, folder / "checkout")
@@ -119,7 +141,9 @@ def prepare(folder: Path, checkout: Path, files: list[str]) -> None:
         return
     made, missing = build_hub(folder, checkout, files)
     build_data(folder, checkout)
-    print(f"models: {len(made)} made by the checkout's programs, all with Qwen's vocabulary; data: by its programs too")
+    print(
+        f"models: {len(made)} made by the checkout's programs, all with Qwen's vocabulary; data: by its programs too"
+    )
     for name, why in missing.items():
         print(f"  not made: {name}: {why}")
 
@@ -151,18 +175,44 @@ def run(who: str, asked: argparse.Namespace, files: list[str], folder: Path) -> 
         # Tests with vLLM in the process: by default its cache takes a share of the machine's memory.
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "TRL_TESTS": json.dumps({"who": who, "steps": asked.steps, "folder": str(folder), "results": str(results)}),
-        # The second folder has a module that every Python process imports: workers of a data loader need torchvision too.
+        "TRL_TESTS": json.dumps(
+            {"who": who, "steps": asked.steps, "folder": str(folder), "results": str(results)}
+        ),
+        # The second folder has a module that every Python process imports: workers of a data loader need torchvision
+        # too.
         "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(here), str(here / "trl_stand_ins" / "every_process"), os.environ.get("PYTHONPATH")])
+            filter(
+                None, [str(here), str(here / "trl_stand_ins" / "every_process"), os.environ.get("PYTHONPATH")]
+            )
         ),
     }
-    command = [sys.executable, "-m", "pytest", "-p", "trl_stand_ins.plugin", "-q", "--tb=short", "--no-header"]
-    command += ["-p", "no:cacheprovider", "--rootdir", ".", *(["-k", asked.chosen] if asked.chosen else []), *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "trl_stand_ins.plugin",
+        "-q",
+        "--tb=short",
+        "--no-header",
+    ]
+    command += [
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        ".",
+        *(["-k", asked.chosen] if asked.chosen else []),
+        *files,
+    ]
     log = folder / f"{who}.log"
     with log.open("w", encoding="utf-8") as out:
         subprocess.run(
-            command, cwd=folder / "checkout", env=environment, stdout=out, stderr=subprocess.STDOUT, check=False
+            command,
+            cwd=folder / "checkout",
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            check=False,
         )
     for line in log.read_text(encoding="utf-8").splitlines():
         if line.startswith("measured: "):

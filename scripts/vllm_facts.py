@@ -1,8 +1,8 @@
 """Read the facts of `tests/vllm_facts.py` from a vLLM that cannot be installed here, into a small file.
 
-Run it with `make vllm-facts VERSION=0.33.0`. A release that has no build for CPUs yet has one for CUDA. pip downloads its wheel
-(some 300 MiB), and only the Python files are read: nothing of it is installed, run or kept. The file holds signatures, constants
-and names, no source.
+Run it with `make vllm-facts VERSION=0.33.0`. A release that has no build for CPUs yet has one for CUDA. pip downloads
+its wheel (some 300 MiB), and only the Python files are read: nothing of it is installed, run or kept. The file holds
+signatures, constants and names, no source.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def main() -> int:
     target = ROOT / "tests" / f"vllm_facts_{version}.json"
     target.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(
-        f"{target.relative_to(ROOT)}: {len(found)} facts of vLLM {version}, {sum(v is None for v in found.values())} not there"
+        f"{target.relative_to(ROOT)}: {len(found)} facts of vLLM {version}, "
+        f"{sum(v is None for v in found.values())} not there"
     )
     return 0
 

@@ -89,7 +89,10 @@ class Module:
             elif isinstance(sub, ast.Import):
                 for a in sub.names:
                     self.imports.append((a.name, "", local, typing))
-                    self.names[a.asname or a.name.split(".")[0]] = (a.name if a.asname else a.name.split(".")[0], "")
+                    self.names[a.asname or a.name.split(".")[0]] = (
+                        a.name if a.asname else a.name.split(".")[0],
+                        "",
+                    )
             else:
                 checks = isinstance(sub, ast.If) and "TYPE_CHECKING" in ast.unparse(sub.test)
                 self._read(sub, local or isinstance(sub, FUNCTIONS), typing or checks)
@@ -97,7 +100,10 @@ class Module:
     @cached_property
     def raises_proofs(self) -> bool:
         """Whether the file makes a ProofError itself."""
-        return any(isinstance(n, ast.Call) and ast.unparse(n.func).endswith("ProofError") for n in ast.walk(self.tree))
+        return any(
+            isinstance(n, ast.Call) and ast.unparse(n.func).endswith("ProofError")
+            for n in ast.walk(self.tree)
+        )
 
     @property
     def in_proof_room(self) -> bool:
@@ -158,7 +164,7 @@ class House:
         return False
 
 
-# ---- the two ways ---------------------------------------------------------------------------------------------------
+# ---- the two ways ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -194,7 +200,10 @@ def _family(module: Module, node: ast.ClassDef | None) -> list[ast.ClassDef]:
 
 
 def _in_file(module: Module, node: Def, owner: ast.ClassDef | None) -> list[tuple[Any, ast.ClassDef | None]]:
-    """A function with all functions and methods of its file that it names, and that these name. Of a class its constructor."""
+    """A function with all functions and methods of its file that it names, and that these name.
+
+    Of a class its constructor.
+    """
     todo: list[tuple[Any, ast.ClassDef | None]] = [(node, owner)]
     seen: list[tuple[Any, ast.ClassDef | None]] = []
     while todo:
@@ -203,9 +212,15 @@ def _in_file(module: Module, node: Def, owner: ast.ClassDef | None) -> list[tupl
             continue
         seen.append((one, its))
         if isinstance(one, ast.ClassDef):
-            todo += [(m, one) for m in one.body if isinstance(m, FUNCTIONS) and m.name in ("__init__", "__post_init__")]
+            todo += [
+                (m, one)
+                for m in one.body
+                if isinstance(m, FUNCTIONS) and m.name in ("__init__", "__post_init__")
+            ]
             continue
-        todo += [(module.top[n.id], None) for n in ast.walk(one) if isinstance(n, ast.Name) and n.id in module.top]
+        todo += [
+            (module.top[n.id], None) for n in ast.walk(one) if isinstance(n, ast.Name) and n.id in module.top
+        ]
         made = [c for c, _ in (*seen, *todo) if isinstance(c, ast.ClassDef)]
         for n in (n for n in ast.walk(one) if isinstance(n, ast.Attribute)):
             classes = _family(module, its) if ast.unparse(n.value) in ("self", "cls") else made
@@ -222,7 +237,9 @@ def _types(house: House, module: Module, annotation: ast.AST | None) -> list[tup
     return []
 
 
-def _attributes(house: House, module: Module, owner: ast.ClassDef) -> dict[str, list[tuple[Module, ast.ClassDef]]]:
+def _attributes(
+    house: House, module: Module, owner: ast.ClassDef
+) -> dict[str, list[tuple[Module, ast.ClassDef]]]:
     """The classes of `self.x`: from annotations, from constructor calls, and from annotated arguments that are kept."""
     out: dict[str, list[tuple[Module, ast.ClassDef]]] = defaultdict(list)
     for method in (m for m in owner.body if isinstance(m, FUNCTIONS)):
@@ -254,9 +271,15 @@ def _called(
     given = {a.arg: a.annotation for a in [*function.args.args, *function.args.kwonlyargs]}
     attributes = _attributes(house, module, owner) if owner else {}
     wanted = _with_value(function, value) if value else None
-    for call in (n for n in ast.walk(function) if isinstance(n, ast.Call) and (wanted is None or n in wanted)):
+    for call in (
+        n for n in ast.walk(function) if isinstance(n, ast.Call) and (wanted is None or n in wanted)
+    ):
         what = call.func
-        if isinstance(what, ast.Name) and what.id in module.names and (hit := house.found(*module.names[what.id])):
+        if (
+            isinstance(what, ast.Name)
+            and what.id in module.names
+            and (hit := house.found(*module.names[what.id]))
+        ):
             yield *hit, None
         elif isinstance(what, ast.Attribute):
             on, classes = what.value, []
@@ -272,7 +295,9 @@ def _called(
             elif isinstance(on, ast.Attribute) and ast.unparse(on.value) == "self":
                 classes = attributes.get(on.attr, [])
             for file, node in classes:
-                yield from ((file, m, node) for m in node.body if isinstance(m, FUNCTIONS) and m.name == what.attr)
+                yield from (
+                    (file, m, node) for m in node.body if isinstance(m, FUNCTIONS) and m.name == what.attr
+                )
 
 
 def _proves(house: House, module: Module, node: Def, owner: ast.ClassDef | None) -> bool:
@@ -286,7 +311,9 @@ def _proves(house: House, module: Module, node: Def, owner: ast.ClassDef | None)
         else [(node, owner)]
     )
     for method, its in methods:
-        names = {n.id for f, _ in _in_file(module, method, its) for n in ast.walk(f) if isinstance(n, ast.Name)}
+        names = {
+            n.id for f, _ in _in_file(module, method, its) for n in ast.walk(f) if isinstance(n, ast.Name)
+        }
         files = [house.target(*module.names[name]) for name in names if name in module.names]
         if any(file is not None and file.in_proof_room for file in (module, *files)):
             return True
@@ -301,7 +328,9 @@ def _with_value(function: Any, value: str) -> set[ast.AST]:
     while before != len(held):
         before = len(held)
         for n in ast.walk(function):
-            gets = {x.id for x in ast.walk(n) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)} & held
+            gets = {
+                x.id for x in ast.walk(n) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)
+            } & held
             if gets and isinstance(n, ast.Assign | ast.NamedExpr | ast.For | ast.comprehension):
                 targets = n.targets if isinstance(n, ast.Assign) else [n.target]
                 held |= {
@@ -323,7 +352,10 @@ def _watching(house: House, node: ast.ClassDef) -> list[tuple[Module, ast.ClassD
     """The classes that have all methods of the protocol `Watch`; the class itself where it is no protocol."""
     wanted = {m.name for m in node.body if isinstance(m, FUNCTIONS)}
     classes = [
-        (module, c) for module in house.modules.values() for c in module.top.values() if isinstance(c, ast.ClassDef)
+        (module, c)
+        for module in house.modules.values()
+        for c in module.top.values()
+        if isinstance(c, ast.ClassDef)
     ]
     if not _is_protocol(node):
         return [(module, c) for module, c in classes if c is node]
@@ -347,8 +379,8 @@ def way(house: House, route: str) -> Way:
        proofs. The proofs behind it are not opened, and do not count. `behind` has them, and they are printed.
     4. `calls`: every file that the way calls, except exceptions. It is not part of the count.
 
-    The count is not true if a name of the route stands nowhere, or in several places, or if no function of the way names
-    it: then something new stands in between, and is missing in the route.
+    The count is not true if a name of the route stands nowhere, or in several places, or if no function of the way
+    names it: then something new stands in between, and is missing in the route.
     """
     found = Way([], {}, {}, [], [])
     named: set[str] = set()

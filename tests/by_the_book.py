@@ -51,9 +51,9 @@ def kept_set(scores: torch.Tensor, sampling: Sampling, slack: float = 0.0) -> se
 
     Args:
         scores: (V,) from `shaped`.
-        slack: a positive value keeps more and a negative one keeps less, by about this share of a probability. Ids whose
-            probabilities differ by less count as equally likely. With a positive value each of them may come first, with a negative
-            one last.
+        slack: a positive value keeps more and a negative one keeps less, by about this share of a probability. Ids
+            whose probabilities differ by less count as equally likely. With a positive value each of them may come
+            first, with a negative one last.
     """
     probabilities = scores.softmax(-1)
     keep = probabilities > 0

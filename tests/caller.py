@@ -1,8 +1,8 @@
 """A tiny model that calls tools: its next token depends on its last token, and a little on everything before.
 
-Its tokenizer has one token for each part of a call, so that a turn is a walk over a few tokens. The model writes well-formed calls,
-malformed ones, several calls in a turn, and turns without a call. Both engines compute it like every other model.
-Here are also the tool that it calls, `multiply`, and an environment that has this tool, `Product`.
+Its tokenizer has one token for each part of a call, so that a turn is a walk over a few tokens. The model writes
+well-formed calls, malformed ones, several calls in a turn, and turns without a call. Both engines compute it like
+every other model. Here are also the tool that it calls, `multiply`, and an environment that has this tool, `Product`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] or '' }}"
     "{% for call in message['tool_calls'] or [] %}"
-    '<tool_call>{"name": "{{ call["function"]["name"] }}", "arguments": {{ call["function"]["arguments"] | tojson }}}</tool_call>'
+    '<tool_call>{"name": "{{ call["function"]["name"] }}", "arguments": {{ call["function"]["arguments"] | '
+    "tojson }}}</tool_call>"
     "{% endfor %}<|end|>"
     "{% elif message['role'] == 'tool' %}<|tool|>{{ message['content'] }}<|end|>"
     "{% else %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endif %}"
@@ -91,14 +92,19 @@ def steps_of(tool: str) -> dict[str, dict[str, float]]:
 def make_walker(
     tokenizer: PreTrainedTokenizerFast, steps: dict[str, dict[str, float]], **more: object
 ) -> PreTrainedModel:
-    """A model whose next token follows from its last one: `steps` has the weights. `more` are fields of its config, and `scale`."""
+    """A model whose next token follows from its last one:
+
+    `steps` has the weights. `more` are fields of its config, and `scale`.
+    """
     sizes = {"hidden_size": 256, "intermediate_size": 128, "num_attention_heads": 8, "scale": 0.02}
     model = make_model("qwen2", **{**sizes, **more})  # type: ignore[arg-type]
     teach_steps(model, tokenizer, steps)
     return model
 
 
-def teach_steps(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: dict[str, dict[str, float]]) -> None:
+def teach_steps(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: dict[str, dict[str, float]]
+) -> None:
     """Write embeddings and a head into a model, such that its next token follows from its last one."""
     generator = torch.Generator().manual_seed(0)
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight

@@ -1,7 +1,7 @@
 """Shared fixtures: model directories, and engines that many tests use one after the other.
 
-With `-n`, the process that starts the workers reads this file too, and the workers wait for it. Therefore this file imports nothing
-heavy: each fixture imports what it needs.
+With `-n`, the process that starts the workers reads this file too, and the workers wait for it. Therefore this file
+imports nothing heavy: each fixture imports what it needs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# vLLM reads these variables at its import. They are set here because tests must not depend on which module imports vLLM first.
+# vLLM reads these variables at its import. They are set here because tests must not depend on which module imports
+# vLLM first.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TQDM_DISABLE", "1")
 # One thread per process: the tensors are small, and a result must not depend on the number of free cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-# On a CPU, torch compiles one function of vLLM's sampler (the ranks of log-probs) with g++: up to 10 CPU seconds per process.
-# Without compilation the function gives the same ranks. A test of `server/test_examples.py` compiles it before a release.
+# On a CPU, torch compiles one function of vLLM's sampler (the ranks of log-probs) with g++: up to 10 CPU seconds per
+# process. Without compilation the function gives the same ranks. A test of `server/test_examples.py` compiles it
+# before a release.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
@@ -49,24 +51,25 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["portions", "schedule"]
 
-# The disk takes 3 ms or more to confirm what it has, and a run asks for that several times per checkpoint. A killed process loses
-# nothing that it has written. Only a crash of the machine would show the difference, and no test makes one. The tests of what a run
-# asks of the disk put a function of their own in this place.
+# The disk takes 3 ms or more to confirm what it has, and a run asks for that several times per checkpoint. A killed
+# process loses nothing that it has written. Only a crash of the machine would show the difference, and no test makes
+# one. The tests of what a run asks of the disk put a function of their own in this place.
 os.fsync = lambda fd: None
 
 FORK_SERVER = pytest.StashKey[subprocess.Popen[bytes]]()
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here")
 
-# A trainer collects garbage at the end of each run, and vLLM seven times per engine. A full collection looks at every object made
-# since the last freeze: 0.04 to 0.15 s, and more after imports. What a run leaves is young. Therefore these calls collect young
-# objects only; full collections happen before each file, and automatically.
+# A trainer collects garbage at the end of each run, and vLLM seven times per engine. A full collection looks at every
+# object made since the last freeze: 0.04 to 0.15 s, and more after imports. What a run leaves is young. Therefore
+# these calls collect young objects only; full collections happen before each file, and automatically.
 _collect, _freeze = gc.collect, gc.freeze
 gc.collect = lambda generation=1: _collect(generation)
-# vLLM unfreezes all objects whenever an engine is closed. Then a full collection would look at all imported objects (up to 1 s).
-# Some libraries print what is left at the end of the interpreter.
+# vLLM unfreezes all objects whenever an engine is closed. Then a full collection would look at all imported objects
+# (up to 1 s). Some libraries print what is left at the end of the interpreter.
 atexit.register(gc.unfreeze)
 gc.freeze = gc.unfreeze = lambda: None
-# Imports make a million objects that stay. With Python's own thresholds a fifth of their time is spent on looking for garbage.
+# Imports make a million objects that stay. With Python's own thresholds a fifth of their time is spent on looking for
+# garbage.
 gc.set_threshold(50_000, 20, 50)
 
 
@@ -113,7 +116,9 @@ def start(name: str, model: str, **kwargs: object) -> Engine:
     from lockstep.tokens.chat import load_tokenizer
 
     if name == "transformers":
-        return TransformersEngine(model, load_tokenizer(model), dtype=torch.float32, max_model_len=CONTEXT, **kwargs)  # type: ignore[arg-type]
+        return TransformersEngine(
+            model, load_tokenizer(model), dtype=torch.float32, max_model_len=CONTEXT, **kwargs
+        )  # type: ignore[arg-type]
     return VLLMInProcess(model, dtype=torch.float32, max_model_len=CONTEXT, **kwargs)  # type: ignore[arg-type]
 
 
@@ -134,7 +139,10 @@ def caller_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def hf_engine(untied_dir: str) -> Engine:
-    """The transformers engine with the untied tiny model. It is deterministic to the bit; tests push their own weights."""
+    """The transformers engine with the untied tiny model.
+
+    It is deterministic to the bit; tests push their own weights.
+    """
     return start("transformers", untied_dir)
 
 
@@ -161,7 +169,8 @@ VLLM = [pytest.mark.vllm, needs_vllm]
 
 
 @pytest.fixture(
-    scope="session", params=["transformers", pytest.param("vllm", marks=VLLM), pytest.param("server", marks=VLLM)]
+    scope="session",
+    params=["transformers", pytest.param("vllm", marks=VLLM), pytest.param("server", marks=VLLM)],
 )
 def engine(request: pytest.FixtureRequest, untied_dir: str) -> Iterator[Engine]:
     """Every kind of engine, with the untied tiny model; tests push the weights that they want."""
@@ -193,7 +202,8 @@ STAGES = [
 
 @pytest.fixture(scope="module", params=STAGES)
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A trainer with an engine, made like `lockstep verify` makes them, per kind of engine; tests must restore the weights.
+    """A trainer with an engine, made like `lockstep verify` makes them, per kind of engine; tests must restore the
+    weights.
 
     vLLM loads weights in parts, as it does for a model of real size. Embedding and head are larger than a part.
     """

@@ -1,9 +1,10 @@
-"""Imports every module of the core, trains, and asks for extras, in a Python that finds only what `pip install lockstep-rl` brings.
+"""Imports every module of the core, trains, and asks for extras, in a Python that finds only what
+`pip install lockstep-rl` brings.
 
     python tests/core_alone.py
 
-Python's finder is replaced by one that finds no module and no distribution of another package. The folders of extras are those of
-the table in docs/start/install.md; their modules need not be importable.
+Python's finder is replaced by one that finds no module and no distribution of another package. The folders of extras
+are those of the table in docs/start/install.md; their modules need not be importable.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMED = (
-    *("vllm", "xgrammar", "gguf", "reasoning_gym", "math_verify", "latex2sympy2_extended", "starlette", "uvicorn"),
+    *(
+        "vllm",
+        "xgrammar",
+        "gguf",
+        "reasoning_gym",
+        "math_verify",
+        "latex2sympy2_extended",
+        "starlette",
+        "uvicorn",
+    ),
     *("bitsandbytes", "liger_kernel", "deepspeed", "textarena", "openenv", "verifiers", "trl"),
 )
 CODE = re.compile(r"`(.+?)`")
@@ -108,9 +118,13 @@ def train(model: str, folder: Path) -> None:
     from lockstep.cli.main import main as lockstep
 
     fields = (
-        f"--model_name_or_path {model} --dataset_name arithmetic --train_size 8 --eval_size 2 --max_steps 1 --use_cpu"
+        f"--model_name_or_path {model} --dataset_name arithmetic --train_size 8 --eval_size 2 "
+        f"--max_steps 1 --use_cpu"
     )
-    few = "--per_device_train_batch_size 4 --num_generations 4 --max_completion_length 4 --save_strategy no --report_to none"
+    few = (
+        "--per_device_train_batch_size 4 --num_generations 4 --max_completion_length 4 --save_strategy no "
+        "--report_to none"
+    )
     assert lockstep(["grpo", *fields.split(), *few.split(), "--output_dir", str(folder)]) == 0
     assert lockstep(["verify", "--receipt", str(folder / "receipt.jsonl")]) == 0
 
@@ -143,7 +157,10 @@ def check_refusals(model: str, folder: Path) -> None:
         ("gateway", lambda: load(PROGRAMS["agent"])),
         ("quantized", lambda: check_quantization(BitsAndBytesConfig(load_in_4bit=True), peft.LoraConfig())),
         ("liger", lambda: GRPOConfig(output_dir=str(folder), use_liger_kernel=True)),
-        ("deepspeed", lambda: GRPOConfig(output_dir=str(folder), deepspeed={"zero_optimization": {"stage": 3}})),
+        (
+            "deepspeed",
+            lambda: GRPOConfig(output_dir=str(folder), deepspeed={"zero_optimization": {"stage": 3}}),
+        ),
     ]
     for extra, ask in wishes:
         check_refused(ask, f"pip install 'lockstep-rl[{extra}]'")
@@ -168,7 +185,9 @@ def main() -> None:
     there = [name for name in NAMED if importlib.util.find_spec(name) is not None]
     assert not there, f"{there} can still be found"
     found = extras()
-    assert set(found) == set(project["optional-dependencies"]) - {"dev"}, "the table of extras in docs/start/install.md"
+    assert set(found) == set(project["optional-dependencies"]) - {"dev"}, (
+        "the table of extras in docs/start/install.md"
+    )
     count = import_all([place for places in found.values() for place in places])
     from tiny import save_model
 

@@ -1,4 +1,6 @@
-"""Sets the number of Hypothesis examples per property. CI uses few and the same every time; `thorough` uses many new ones.
+"""Sets the number of Hypothesis examples per property.
+
+CI uses few and the same every time; `thorough` uses many new ones.
 
 `HYPOTHESIS_PROFILE=thorough make test ARGS="tests/training/test_packing.py"`
 """
@@ -22,12 +24,16 @@ _THOROUGH = 40
 
 
 def draws(examples: int, **more: Any) -> settings:
-    """Settings for a property with `examples` examples in CI: fewer if they are expensive, more if the property needs them."""
+    """Settings for a property with `examples` examples in CI: fewer if they are expensive, more if the property needs
+    them.
+    """
     return settings(max_examples=examples * (_THOROUGH if PROFILE == "thorough" else 1), **more)
 
 
 def hold(name: str, examples: int, check: Callable[..., None], **drawn: SearchStrategy[Any]) -> None:
-    """Check a property on examples that depend on the name of the case. Otherwise all cases of a test draw the same ones in CI.
+    """Check a property on examples that depend on the name of the case.
+
+    Otherwise all cases of a test draw the same ones in CI.
 
     Args:
         name: the name of the case.

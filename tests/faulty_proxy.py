@@ -63,7 +63,9 @@ class FaultyProxy:
         self.rule = rule
 
     def wait_until(self, seen: Callable[[], bool], limit: float = 60.0) -> None:
-        """Wait until something can be seen here; if nothing is seen, the call is still answered, and the test notices it."""
+        """Wait until something can be seen here; if nothing is seen, the call is still answered, and the test notices
+        it.
+        """
         deadline = time.monotonic() + limit
         while not seen() and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -112,7 +114,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _forward(self, body: bytes) -> tuple[int, bytes]:
         passed = ("authorization", "content-type", NONCE_HEADER)
         headers = {k: v for k, v in self.headers.items() if k.lower() in passed}
-        found = HTTP.request(self.command, self.owner.target + self.path, content=body, headers=headers, timeout=120)
+        found = HTTP.request(
+            self.command, self.owner.target + self.path, content=body, headers=headers, timeout=120
+        )
         # The answer keeps the server's proof, whatever this proxy makes of its body.
         self.proof = found.headers.get(PROOF_HEADER)
         return found.status_code, found.content
@@ -152,7 +156,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(*answer)
 
     def fault_slow(self, body: bytes) -> None:
-        """Answered when the paths that go together with it have begun; a call that wrongly does not wait has time to begin."""
+        """Answered when the paths that go together with it have begun; a call that wrongly does not wait has time to
+        begin.
+        """
         answer, path = self._forward(body), self.path.partition("?")[0]
         self.owner.wait_until(lambda: self.owner.together.get(path, set()) <= set(self.owner.order))
         time.sleep(0.1)

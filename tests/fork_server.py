@@ -1,8 +1,10 @@
-"""A process that imports torch and vLLM once. It forks whenever a test, or a program of a test, starts a Python program.
+"""A process that imports torch and vLLM once.
 
-A Python program spends 4 to 8 CPU seconds on these imports, and `lockstep serve` consists of three processes that do so. A fork has
-the imports already. It has its own arguments, environment, output, signals, process group and exit code, as any program has. The
-programs that it starts are its own children.
+It forks whenever a test, or a program of a test, starts a Python program.
+
+A Python program spends 4 to 8 CPU seconds on these imports, and `lockstep serve` consists of three processes that do
+so. A fork has the imports already. It has its own arguments, environment, output, signals, process group and exit
+code, as any program has. The programs that it starts are its own children.
 `forked.py` starts this process and tells it what to run.
 """
 
@@ -81,8 +83,13 @@ def import_all() -> None:
     gc.freeze()
 
 
-def fork_or_exec(args: list[str], executables: Any, close_fds: bool, kept: Any, cwd: Any, env: Any, *more: Any) -> int:
-    """Starts a program for `subprocess`: `python -m MODULE` and `python FILE.py` as a fork, others as `subprocess` does."""
+def fork_or_exec(
+    args: list[str], executables: Any, close_fds: bool, kept: Any, cwd: Any, env: Any, *more: Any
+) -> int:
+    """Starts a program for `subprocess`:
+
+    `python -m MODULE` and `python FILE.py` as a fork, others as `subprocess` does.
+    """
     words = [os.fsdecode(word) for word in args if word not in ("-u", b"-u")]
     if len(words) < 2 or words[0] != sys.executable or not (words[1] == "-m" or words[1].endswith(".py")):
         return int(_exec(args, executables, close_fds, kept, cwd, env, *more))
@@ -128,7 +135,9 @@ def _become(
     if env is not None:
         os.environ.clear()
         os.environb.update(dict(entry.split(b"=", 1) for entry in env))
-        sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+        sys.path[:0] = [
+            path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path
+        ]
     if host := os.environ.pop("LOCKSTEP_TESTS_HOST", None):
         from hosts import enter
 
@@ -170,7 +179,9 @@ def _run(words: list[str]) -> int:
 
 
 def _leave_what_is_the_parents() -> None:
-    """In a fork, as in a new program: hold no network connection of the parent, and wake no event loop of the parent."""
+    """In a fork, as in a new program: hold no network connection of the parent, and wake no event loop of the
+    parent.
+    """
     signal.set_wakeup_fd(-1)
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:

@@ -1,6 +1,7 @@
 """Starts Python programs for tests as forks of a process that has imported torch and vLLM already (`fork_server.py`).
 
-The first process of the suite starts the fork server; all workers use it. The fork server imports nothing before the first program.
+The first process of the suite starts the fork server; all workers use it. The fork server imports nothing before the
+first program.
 """
 
 from __future__ import annotations
@@ -88,7 +89,10 @@ def finish(
     Raises:
         subprocess.TimeoutExpired: it did not end in time; it was killed.
     """
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as out, tempfile.TemporaryFile("w+", encoding="utf-8") as err:
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as out,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as err,
+    ):
         program = Program(words, stdout=out, stderr=err, env=env)
         try:
             code = program.wait(timeout)
@@ -105,7 +109,13 @@ def start_fork_server() -> subprocess.Popen[bytes]:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.environ[ADDRESS])
         listener.listen()
-        words = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "fork_server.py"), str(listener.fileno())]
+        words = [
+            sys.executable,
+            "-W",
+            "ignore",
+            str(Path(__file__).parent / "fork_server.py"),
+            str(listener.fileno()),
+        ]
         return subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
 
 

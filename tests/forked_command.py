@@ -10,7 +10,9 @@ import sys
 
 from forked import Program
 
-program = Program([sys.executable, "-m", "lockstep.cli.main", *sys.argv[1:]], stdout=sys.stdout, stderr=sys.stderr)
+program = Program(
+    [sys.executable, "-m", "lockstep.cli.main", *sys.argv[1:]], stdout=sys.stdout, stderr=sys.stderr
+)
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda sign, _: program.send_signal(signal.Signals(sign)))
 code = program.wait()

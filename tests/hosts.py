@@ -1,7 +1,10 @@
-"""Network namespaces as hosts: each has an address of its own and a link to one switch. Nothing else can be reached from them.
+"""Network namespaces as hosts: each has an address of its own and a link to one switch.
 
-A program enters its host before it imports anything of its own (`HOST`, read by `fork_server.py`). All processes that it starts are
-in the same namespace. The kernel here has no `netem`, so a link can be slow (`tbf`) or down, but it cannot lose single packets.
+Nothing else can be reached from them.
+
+A program enters its host before it imports anything of its own (`HOST`, read by `fork_server.py`). All processes that
+it starts are in the same namespace. The kernel here has no `netem`, so a link can be slow (`tbf`) or down, but it
+cannot lose single packets.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ class Host:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables with which a program is started on this host. gloo would look for the address of the host's name."""
+        """The variables with which a program is started on this host. gloo would look for the address of the host's
+        name.
+        """
         return {HOST: self.name, "GLOO_SOCKET_IFNAME": "eth0", "VLLM_HOST_IP": self.address}
 
     def link(self, state: str) -> None:
@@ -112,7 +117,10 @@ def can_make_hosts() -> bool:
 
 
 def enter(name: str) -> None:
-    """Put this thread, and what it starts, into a namespace that `ip netns` has made. The host gets the namespace's name."""
+    """Put this thread, and what it starts, into a namespace that `ip netns` has made.
+
+    The host gets the namespace's name.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", name).open(encoding="utf-8") as namespace:
         if libc.setns(namespace.fileno(), _NETWORK) or libc.unshare(_NAMES):

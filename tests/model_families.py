@@ -1,4 +1,5 @@
-"""Tiny random models of many families, each with what is special about its family: biases, windows, caps, factors, experts.
+"""Tiny random models of many families, each with what is special about its family: biases, windows, caps, factors,
+experts.
 
 `benchmarks/proofs/vllm_families.py` verifies each of them on vLLM, and tests use a few. Nothing is downloaded.
 """
@@ -44,7 +45,12 @@ FAMILIES = {
     "gemma2": Family("Gemma2Config", {**_HEADS_OF_32, "query_pre_attn_scalar": 32}),
     "gemma2, attention without a cap": Family(
         "Gemma2Config",
-        {**_HEADS_OF_32, "query_pre_attn_scalar": 32, "final_logit_softcapping": 3.0, "attn_logit_softcapping": None},
+        {
+            **_HEADS_OF_32,
+            "query_pre_attn_scalar": 32,
+            "final_logit_softcapping": 3.0,
+            "attn_logit_softcapping": None,
+        },
     ),
     # Scores of a tiny model are small. Without the cap it would compute other log-probs.
     "gemma2, with a low cap": Family(
@@ -67,7 +73,9 @@ FAMILIES = {
     "falcon": Family("FalconConfig", {**_USUAL, "multi_query": True, "alibi": False}),
     "stablelm": Family("StableLmConfig", {**_GROUPED, "use_qkv_bias": True}),
     "cohere": Family("CohereConfig", {**_GROUPED, "logit_scale": 0.25}),
-    "cohere2": Family("Cohere2Config", {**_GROUPED, **_WINDOW, "sliding_window": CONTEXT, "logit_scale": 0.25}),
+    "cohere2": Family(
+        "Cohere2Config", {**_GROUPED, **_WINDOW, "sliding_window": CONTEXT, "logit_scale": 0.25}
+    ),
     "cohere2, longer than its window": Family("Cohere2Config", {**_GROUPED, **_WINDOW, "logit_scale": 0.25}),
     "granite": Family(
         "GraniteConfig",
@@ -116,7 +124,8 @@ FAMILIES = {
         },
     ),
     "falcon_h1": Family(
-        "FalconH1Config", {**_GROUPED, "mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 16}
+        "FalconH1Config",
+        {**_GROUPED, "mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 16},
     ),
     "recurrent_gemma": Family(
         "RecurrentGemmaConfig", {**_GROUPED, "lru_width": 64, "block_types": ["recurrent", "attention"]}
@@ -151,7 +160,9 @@ FAMILIES = {
             "chunk_size": 16,
         },
     ),
-    "xlstm": Family("xLSTMConfig", {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2, "chunk_size": 16}),
+    "xlstm": Family(
+        "xLSTMConfig", {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2, "chunk_size": 16}
+    ),
     "mamba": Family("MambaConfig", {"hidden_size": 64, "state_size": 4, "num_hidden_layers": 2}),
 }
 
@@ -159,11 +170,17 @@ FAMILIES = {
 def make_family(name: str, *, seed: int = 0, **changes: object) -> PreTrainedModel:
     """A tiny model of a family in float32.
 
-    Its matrices have random weights of a size at which distributions are far from flat. Its norms and biases are random too, so
-    that no test can miss a bias or a norm that is lost.
+    Its matrices have random weights of a size at which distributions are far from flat. Its norms and biases are
+    random too, so that no test can miss a bias or a norm that is lost.
     """
     family = FAMILIES[name]
-    fields = {"vocab_size": 384, "eos_token_id": 0, "bos_token_id": None, "pad_token_id": None, **family.fields}
+    fields = {
+        "vocab_size": 384,
+        "eos_token_id": 0,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        **family.fields,
+    }
     config = getattr(transformers, family.config)(**fields | changes)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

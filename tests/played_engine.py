@@ -1,4 +1,7 @@
-"""An engine without a model: each next id follows from all ids before it. And an inbox that changes what passes through it."""
+"""An engine without a model: each next id follows from all ids before it.
+
+And an inbox that changes what passes through it.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,9 @@ class PlayedEngine:
             stopped = token == END or any(s in decode(ids) for s in request.sampling.stop)
             reason = "stop" if stopped else "length" if len(ids) == request.sampling.max_tokens else ""
         kept = kept_ids(sets) if request.sampling.is_filtered else None
-        return Completion(request.key, request.prompt_ids, ids, logps, (version,) * len(ids), reason, None, kept)  # type: ignore[arg-type]
+        return Completion(
+            request.key, request.prompt_ids, ids, logps, (version,) * len(ids), reason, None, kept
+        )  # type: ignore[arg-type]
 
 
 class ChangedAnswers:
@@ -95,5 +100,7 @@ class ChangedAnswers:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inbox, name)
 
-    def answer(self, completion: Completion, versions: Collection[int], vocab_size: int | None = None) -> None:
+    def answer(
+        self, completion: Completion, versions: Collection[int], vocab_size: int | None = None
+    ) -> None:
         self._inbox.answer(self._change(completion), versions, vocab_size)

@@ -1,8 +1,8 @@
 """Divides a matrix of cases: CI runs a portion, and `make test-release` runs the rest.
 
-A matrix combines options. Where the code of one option does not know the other options, CI needs each option once, and not each
-combination. `portion` keeps the rows that the file of a test names. `ROWS_IN_CI` keeps a number of rows, and needs no change of a
-test's file. Used by: `conftest.py`, as a plugin of pytest.
+A matrix combines options. Where the code of one option does not know the other options, CI needs each option once,
+and not each combination. `portion` keeps the rows that the file of a test names. `ROWS_IN_CI` keeps a number of rows,
+and needs no change of a test's file. Used by: `conftest.py`, as a plugin of pytest.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def _for_releases(case: Any) -> Any:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.release)
 
 
-# Rows that CI runs of a matrix, spread evenly over it. The code under test does not know which row it is, and a row takes seconds.
-# A new row of a matrix costs CI nothing: `make test-release` runs it, and `make nightly` a sample.
+# Rows that CI runs of a matrix, spread evenly over it. The code under test does not know which row it is, and a row
+# takes seconds. A new row of a matrix costs CI nothing: `make test-release` runs it, and `make nightly` a sample.
 ROWS_IN_CI = {
     "extras/audit/test_audit.py::test_each_fault_is_named": 3,
     "beside_trl/test_grpo_beside_trl.py::test_every_option_is_trls": 4,
@@ -39,8 +39,8 @@ ROWS_IN_CI = {
     "beside_trl/test_trls_own_scripts.py::test_a_script_of_trls_package_runs_to_its_last_line": 2,
     "beside_trl/test_vision_beside_trl.py::test_trls_vision_tests_pass_with_a_changed_import": 5,
     "cli/test_adapter_commands.py::test_an_adapter_is_trained_and_gone_on_with": 1,
-    "cli/test_method_commands.py::test_a_command_runs_its_method_to_summary_and_report_and_goes_on_after_an_interrupt": 2,
-    "extras/agents/test_partial.py::test_what_is_streamed_is_a_beginning_of_the_answer_and_thinking_is_whole_before_content": 8,
+    "cli/test_method_commands.py::test_a_command_runs_its_method_to_summary_and_report_and_goes_on_after_an_interrupt": 2,  # noqa: E501
+    "extras/agents/test_partial.py::test_what_is_streamed_is_a_beginning_of_the_answer_and_thinking_is_whole_before_content": 8,  # noqa: E501
     "images/test_adapters_with_pictures.py::"
     "test_an_adapter_learns_alone_and_its_merged_weights_are_what_the_engine_samples_with": 2,
     "images/test_adapters_with_pictures.py::test_base_weights_in_4_bits_are_proven_with_pictures_too": 1,
@@ -80,7 +80,7 @@ ROWS_IN_CI = {
     "training/test_methods_on_vllm.py::"
     "test_two_steps_are_proven_to_the_last_token_and_leave_what_was_learned_in_vllm": 2,
     "training/test_quantised_runs.py::test_every_step_is_proven_and_the_gap_is_what_quantisation_explains": 2,
-    "training/test_recomputation.py::test_a_run_that_checkpoints_its_full_model_has_the_same_gradients_at_every_step": 2,
+    "training/test_recomputation.py::test_a_run_that_checkpoints_its_full_model_has_the_same_gradients_at_every_step": 2,  # noqa: E501
     "training/test_recomputation.py::test_gradients_are_the_same_to_the_bit": 8,
     "training/test_reference.py::"
     "test_the_reference_is_the_policy_of_the_start_and_the_divergence_from_it_begins_at_0": 3,
@@ -113,17 +113,18 @@ LATER = {
     "faults/test_faults_in_runs.py::"
     "test_a_fault_that_raises_in_a_run_is_a_row_and_leaves_nothing_behind[max_staleness": "its other way of a run",
     "faults/test_injected_faults.py::"
-    "test_in_bf16_every_fault_that_its_rounding_leaves_is_caught[limits": "these faults in float32, runs in bf16 that pass, and "
+    "test_in_bf16_every_fault_that_its_rounding_leaves_is_caught[limits": "these faults in float32, runs in "
+    "bf16 that pass, and "
     "make nightly, which injects every fault in bf16",
     "faults/test_injected_faults.py::test_the_fault_is_caught_by_its_proof[transformers": "its rows with vLLM",
     "faults/test_injected_faults.py::test_an_injection_leaves_nothing_behind[transformers": "its row with vLLM",
-    "images/test_families_on_a_server.py::test_an_adapter_on_all_layers_is_proven_with_pictures": "this adapter in this process, "
+    "images/test_families_on_a_server.py::test_an_adapter_on_all_layers_is_proven_with_pictures": "this adapter in this process, "  # noqa: E501
     "and adapters on a server: a server is sent merged weights",
-    "images/test_families_on_a_server.py::test_other_pixels_under_the_digest_of_a_picture_are_found": "the test of this name "
+    "images/test_families_on_a_server.py::test_other_pixels_under_the_digest_of_a_picture_are_found": "the test of this name "  # noqa: E501
     "in test_pictures_on_a_server.py: what a picture's pixels are compared with does not know the family",
-    "images/test_families_on_a_server.py::test_pixels_left_out_in_the_trainer_are_found_by_the_gap": "the same fault of the "
+    "images/test_families_on_a_server.py::test_pixels_left_out_in_the_trainer_are_found_by_the_gap": "the same fault of the "  # noqa: E501
     "trainer in test_families_on_vllm.py",
-    "images/test_pictures_in_turns.py::test_results_with_pictures_are_proven_turn_by_turn[qwen3_vl": "this test of this family "
+    "images/test_pictures_in_turns.py::test_results_with_pictures_are_proven_turn_by_turn[qwen3_vl": "this test of this family "  # noqa: E501
     "in test_families_on_vllm.py",
     "images/test_pictures_on_two_ranks.py::": "test_two_ranks.py without pictures, and pictures on one rank",
     "images/test_pictures_verified.py::test_every_fault_of_pictures_is_caught[qwen2_5_vl-vllm": "its row without vLLM",
@@ -140,12 +141,13 @@ LATER = {
     "test_a_server_restarted_after_a_push_is_found_out_by_its_greeting": "test_killed_servers.py, which kills "
     "servers between pushes too",
     "server/test_tools_ahead.py::"
-    "test_rollouts_with_tools_and_filters_ahead_have_the_gap_of_rollouts_without": "tools ahead and filters ahead, each alone",
+    "test_rollouts_with_tools_and_filters_ahead_have_the_gap_of_rollouts_without": "tools ahead and filters "
+    "ahead, each alone",
     "server/test_two_ranks_on_a_server.py::"
     "test_two_ranks_with_a_sharded_model_train_with_one_server[fsdp]": "its row of DeepSpeed",
-    "sync/test_adapters_alone_on_servers.py::test_workers_that_share_a_model_share_the_adapter[gloo": "its other transport",
+    "sync/test_adapters_alone_on_servers.py::test_workers_that_share_a_model_share_the_adapter[gloo": "its other transport",  # noqa: E501
     "training/test_adapters_alone_in_runs.py::"
-    "test_a_server_that_is_killed_gets_the_adapter_again_and_the_weights_are_the_same": "test_adapters_alone_on_servers.py, "
+    "test_a_server_that_is_killed_gets_the_adapter_again_and_the_weights_are_the_same": "test_adapters_alone_on_servers.py, "  # noqa: E501
     "where a server is started again without a run",
     "training/test_real_model.py::": "scripts/newcomer.py, which trains the same model",
 }

@@ -1,8 +1,8 @@
 """Decides which worker runs which test file, and in which order: the longest go first.
 
-Each worker has its own session fixtures. If a long file began last, one worker would run it while the other worker is idle.
-`seconds.json` holds the seconds of each file; `pytest --keep-seconds` writes it again. The order does not need exact figures.
-Used by: `conftest.py`, as a plugin of pytest.
+Each worker has its own session fixtures. If a long file began last, one worker would run it while the other worker is
+idle. `seconds.json` holds the seconds of each file; `pytest --keep-seconds` writes it again. The order does not need
+exact figures. Used by: `conftest.py`, as a plugin of pytest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ TOGETHER = "contract/"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--keep-seconds", action="store_true", help="write tests/seconds.json: the seconds of each file")
+    parser.addoption(
+        "--keep-seconds", action="store_true", help="write tests/seconds.json: the seconds of each file"
+    )
 
 
 def file_of(nodeid: str) -> str:
@@ -35,7 +37,10 @@ def names_long_tests(path: Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m "long …"`, read only the files that name this mark. Each worker spends seconds on reading all of them."""
+    """With `-m "long …"`, read only the files that name this mark.
+
+    Each worker spends seconds on reading all of them.
+    """
     if not config.getoption("markexpr").startswith("long") or collection_path.suffix != ".py":
         return None
     return None if names_long_tests(collection_path) else True
@@ -45,7 +50,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Refuse a mark from elsewhere: `make test-long` would not find its test."""
     if item.get_closest_marker("long") and not names_long_tests(item.path):
-        raise pytest.UsageError(f"{item.nodeid}: write the mark `long` in the test's own file (tests/schedule.py)")
+        raise pytest.UsageError(
+            f"{item.nodeid}: write the mark `long` in the test's own file (tests/schedule.py)"
+        )
 
 
 @pytest.hookimpl(trylast=True)
@@ -83,7 +90,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the seconds of each folder, summed over workers. With `--keep-seconds`, write the seconds of each file too."""
+    """Print the seconds of each folder, summed over workers.
+
+    With `--keep-seconds`, write the seconds of each file too.
+    """
     files: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:

@@ -96,7 +96,12 @@ def _config(family: str, tied: bool, scale: float) -> PreTrainedConfig:
     if is_in_tiles(family):
         own = SmolVLMConfig if family == "smolvlm" else Idefics3Config
         return own(
-            text_config={**SIZES, "model_type": "llama", "initializer_range": scale, "tie_word_embeddings": tied},
+            text_config={
+                **SIZES,
+                "model_type": "llama",
+                "initializer_range": scale,
+                "tie_word_embeddings": tied,
+            },
             vision_config={**TILES, "initializer_range": scale},
             image_token_id=ids("<image>"),
             scale_factor=MERGE,
@@ -157,7 +162,9 @@ def picture(seed: int, width: int = 24, height: int = 16) -> Image.Image:
 
 def mixed_rows(first: int = 0) -> list[dict[str, Any]]:
     """Rows with no picture, one, two of different sizes, and one between texts."""
-    a, b, c, d = (picture(first + i, *size) for i, size in enumerate([(24, 16), (16, 16), (16, 32), (24, 16)]))
+    a, b, c, d = (
+        picture(first + i, *size) for i, size in enumerate([(24, 16), (16, 16), (16, 32), (24, 16)])
+    )
     text = {"type": "text", "text": "what is it"}
     image = {"type": "image"}
     return [
@@ -179,11 +186,13 @@ IN_VLLM = {
 
 
 def let_vllm_see(family: str = "qwen2_5_vl") -> None:
-    """Register vLLM's own model of a family without torchvision, which this environment leaves out (`requirements.lock`).
+    """Register vLLM's own model of a family without torchvision, which this environment leaves out
+    (`requirements.lock`).
 
-    vLLM imports a function for the sizes of pictures from a file of transformers, and that file imports torchvision by name. While
-    it is imported, empty modules stand in place of torchvision. Pixels come from the trainer, so vLLM resizes no picture and calls
-    nothing of torchvision. For the same reason it cannot ask its processor how many tokens a picture may have, and is told.
+    vLLM imports a function for the sizes of pictures from a file of transformers, and that file imports torchvision
+    by name. While it is imported, empty modules stand in place of torchvision. Pixels come from the trainer, so vLLM
+    resizes no picture and calls nothing of torchvision. For the same reason it cannot ask its processor how many
+    tokens a picture may have, and is told.
     """
     from vllm import ModelRegistry
 
@@ -210,7 +219,9 @@ def let_vllm_see(family: str = "qwen2_5_vl") -> None:
 
 
 def seeing_plugin(folder: Path, family: str = "qwen2_5_vl") -> str:
-    """A value of PYTHONPATH with which every process of a vLLM server calls `let_vllm_see`: it names a plugin of vLLM."""
+    """A value of PYTHONPATH with which every process of a vLLM server calls `let_vllm_see`: it names a plugin of
+    vLLM.
+    """
     plugin = folder / "seeing-0.dist-info"
     plugin.mkdir(parents=True)
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: seeing\nVersion: 0\n")

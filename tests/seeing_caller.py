@@ -1,4 +1,6 @@
-"""A tiny vision-language model that calls a tool, as `tests/caller.py` makes one for text, and tools that give pictures."""
+"""A tiny vision-language model that calls a tool, as `tests/caller.py` makes one for text, and tools that give
+pictures.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ def make_seeing_caller_tokenizer(family: str = "qwen2_5_vl") -> PreTrainedTokeni
         f"{{% if part['type'] == 'image' %}}{image}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}"
         "{% endfor %}{% endif %}{% endmacro %}"
     )
-    template = parts + TEMPLATE.replace("{{ message['content'] or '' }}", "{{ shown(message['content']) }}").replace(
-        "{{ message['content'] }}", "{{ shown(message['content']) }}"
-    )
+    template = parts + TEMPLATE.replace(
+        "{{ message['content'] or '' }}", "{{ shown(message['content']) }}"
+    ).replace("{{ message['content'] }}", "{{ shown(message['content']) }}")
     return add_call_tokens(make_seeing_tokenizer(family), template, TOOL)
 
 
@@ -52,8 +54,8 @@ def save_seeing_caller(folder: Path, family: str = "qwen2_5_vl", calls: float = 
 
 
 def caller_in(folder: str, family: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The model with its tokenizer, under the name of a directory with another model of the family: for an engine that was started
-    with that one, and gets these weights."""
+    """The model with its tokenizer, under the name of a directory with another model of the family: for an engine
+    that was started with that one, and gets these weights."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     model.load_state_dict(make_seeing_caller(family).state_dict())
     return model, make_seeing_caller_tokenizer(family)

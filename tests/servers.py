@@ -31,7 +31,8 @@ from lockstep.weights.wire.transport import WeightTransport, choose_transport
 
 KEY = "a-key-for-tests-only"
 _START_LIMIT = 300.0
-# For single calls to servers here. A new client loads the certificates of the system: 20 ms that no call over HTTP needs.
+# For single calls to servers here. A new client loads the certificates of the system: 20 ms that no call over HTTP
+# needs.
 HTTP = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 
@@ -160,7 +161,17 @@ def serve(
     port = port or free_port()
     address = host.address if host else "127.0.0.1"
     log = folder / f"server-{port}.log"
-    command = [sys.executable, "-m", "lockstep.cli.main", "serve", model, "--port", str(port), "--dtype", dtype]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep.cli.main",
+        "serve",
+        model,
+        "--port",
+        str(port),
+        "--dtype",
+        dtype,
+    ]
     command += ["--host", address] if host else []
     with log.open("w") as out:
         supervisor = Program(
@@ -226,11 +237,12 @@ def connect(
 
 
 def begin(server: Server, work: Callable[[], None]) -> threading.Thread:
-    """Start requests; return their thread when the server has begun to answer them."""
+    """Start requests; return their thread when the server works on them and has sampled tokens for them."""
     before, deadline = server.sampled_tokens(), time.monotonic() + 60
     worker = threading.Thread(target=work)
     worker.start()
-    while server.sampled_tokens() == before:
+    # The count of tokens alone is late: it can still rise for the requests of an earlier push.
+    while server.sampled_tokens() == before or not server.running_requests():
         assert time.monotonic() < deadline
     return worker
 

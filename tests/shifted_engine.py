@@ -1,7 +1,7 @@
 """An engine with slightly wrong log-probs, like an engine with other kernels, so that corrections have an effect.
 
-The difference is the same each time, and smaller than the limit of the fp32 proofs (1e-4 nats on average). Without it, the
-transformers engine agrees with the trainer up to rounding.
+The difference is the same each time, and smaller than the limit of the fp32 proofs (1e-4 nats on average). Without
+it, the transformers engine agrees with the trainer up to rounding.
 """
 
 from __future__ import annotations
@@ -33,5 +33,6 @@ class ShiftedEngine:
 
     def _shifted(self, answer: Completion) -> Completion:
         return replace(
-            answer, logprobs=tuple(logp + self._shift(answer, place) for place, logp in enumerate(answer.logprobs))
+            answer,
+            logprobs=tuple(logp + self._shift(answer, place) for place, logp in enumerate(answer.logprobs)),
         )

@@ -1,7 +1,7 @@
 """Every text file and every pipe is read and written in an encoding that the code names: UTF-8, whatever the locale is.
 
-Python's default is the locale's encoding, which is ASCII in many containers. Ruff's rule PLW1514 demands the same where it knows
-the type of an object; this test knows no types, so it looks at names.
+Python's default is the locale's encoding, which is ASCII in many containers. Ruff's rule PLW1514 demands the same
+where it knows the type of an object; this test knows no types, so it looks at names.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def found(source: Path) -> Iterator[str]:
     "folder", [SOURCE, ROOT / "scripts", ROOT / "benchmarks", ROOT / "examples"], ids=lambda f: f.name
 )
 def test_every_encoding_is_named(folder: Path) -> None:
-    assert not list(found(folder)), 'add encoding="utf-8" (encoding="locale" for a stream that a person reads)'
+    assert not list(found(folder)), (
+        'add encoding="utf-8" (encoding="locale" for a stream that a person reads)'
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,12 @@ main(["grpo", "--output_dir", chr(252)])
 
 def test_commands_run_in_a_locale_of_ascii(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG"))}
-    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": str(SOURCE.parent)}
+    ascii_only = {
+        "LC_ALL": "C",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONUTF8": "0",
+        "PYTHONPATH": str(SOURCE.parent),
+    }
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=tmp_path,
@@ -121,7 +128,9 @@ def test_commands_run_in_a_locale_of_ascii(tmp_path: Path) -> None:
     # A name that the file system cannot take in this locale.
     assert "set PYTHONUTF8=1" in said
     assert "Error" not in said
-    assert [said.count(f"{words} 0") for words in (["grpo", "--help"], ["init", "mine"], ["completion", "bash"])] == [
+    assert [
+        said.count(f"{words} 0") for words in (["grpo", "--help"], ["init", "mine"], ["completion", "bash"])
+    ] == [
         1,
         1,
         1,

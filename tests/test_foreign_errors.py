@@ -50,7 +50,8 @@ def test_a_bare_assertion_is_named_by_its_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "own", [InputError("a"), ProofError("gap", "a", "b", "c"), EngineLost("a", lambda: None), KeyboardInterrupt()]
+    "own",
+    [InputError("a"), ProofError("gap", "a", "b", "c"), EngineLost("a", lambda: None), KeyboardInterrupt()],
 )
 def test_lockstep_s_own_errors_and_signals_go_on_unchanged(own: BaseException) -> None:
     with pytest.raises(type(own)) as found, foreign_errors("the push failed"):
@@ -60,15 +61,25 @@ def test_lockstep_s_own_errors_and_signals_go_on_unchanged(own: BaseException) -
 
 @pytest.fixture
 def engine(untied_dir: str) -> TransformersEngine:
-    return TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT)
+    return TransformersEngine(
+        untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT
+    )
 
 
 Work = Callable[[TransformersEngine, ProvenPusher], Any]
 REQUEST = GenerationRequest(RequestKey("a", 0), [7, 8], Sampling(max_tokens=2), 0)
 # What is asked, the method of the engine or of its model that fails, and the beginning of the error.
 ASKED: dict[str, tuple[Work, str, str]] = {
-    "push": (lambda engine, pusher: pusher.push(1), "load", "the weights could not be pushed into the engine"),
-    "probe": (lambda engine, pusher: pusher.push(1), "probe", "the modules of the engine could not be probed"),
+    "push": (
+        lambda engine, pusher: pusher.push(1),
+        "load",
+        "the weights could not be pushed into the engine",
+    ),
+    "probe": (
+        lambda engine, pusher: pusher.push(1),
+        "probe",
+        "the modules of the engine could not be probed",
+    ),
     "canary": (
         lambda engine, pusher: pusher.push(1, canary=True),
         "settings",
@@ -114,12 +125,17 @@ def test_what_the_trainers_own_model_raises_says_what_it_was_asked(
 
 @pytest.mark.parametrize("command", ["verify", "grpo"])
 def test_a_command_ends_with_one_line(
-    command: str, untied_dir: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str,
+    untied_dir: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(TransformersEngine, "load", bare)
     words = {
         "verify": ["--model", untied_dir, "--engine", "transformers", "--plain_prompts"],
-        "grpo": ["--recipe", "arithmetic", "--model_name_or_path", untied_dir, "--use_vllm", "False", "--max_steps", "1",
+        "grpo": ["--recipe", "arithmetic", "--model_name_or_path", untied_dir, "--use_vllm", "False", "--max_steps",
+        "1",
                  "--eval_size", "2", "--output_dir", str(tmp_path / "run"), "--bf16", "False"],
     }[command]  # fmt: skip
     assert main([command, *words]) == 1

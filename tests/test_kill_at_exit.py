@@ -60,7 +60,10 @@ environment("any", python="./program").rows()
 
 def runs(process: int) -> bool:
     try:
-        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+        return (
+            Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+            not in "ZX"
+        )
     except OSError:
         return False
 

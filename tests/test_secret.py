@@ -72,13 +72,18 @@ def test_a_sentence_hides_a_secret(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "tokenizer=fast", "max_tokens=5", "eos_token='<|im_end|>'", "pad_token: '[PAD]'", "token_entropy_bonus: highest",
-        "unexpected token: 'x'", "token=<s>", "hub_token=None", "use_auth_token: it must be text", "token: 1746352", "key=value",
-        "KeyError: 'token'", "prompt_key: question", "vllm_server_key_file: keys.txt", "hf_overrides", "hf_hub_download",
-        "sk-learn", "risk-adjusted-5A", "Bearer token is missing", "https://host.org:8000/v1/models", "git@github.com:me/it.git",
+        "tokenizer=fast", "max_tokens=5", "eos_token='<|im_end|>'", "pad_token: '[PAD]'",
+        "token_entropy_bonus: highest",
+        "unexpected token: 'x'", "token=<s>", "hub_token=None", "use_auth_token: it must be text", "token: 1746352",
+        "key=value",
+        "KeyError: 'token'", "prompt_key: question", "vllm_server_key_file: keys.txt", "hf_overrides",
+        "hf_hub_download",
+        "sk-learn", "risk-adjusted-5A", "Bearer token is missing", "https://host.org:8000/v1/models",
+        "git@github.com:me/it.git",
         "ssh://git@github.com/me/it", "repo/image:v1@sha256:0123", "rewards.py:has_password", "12:30:05",
         "write to mailto:me@host.org",
-        "step 3, token 5 of request 1/2", "allowed_token_ids: [1, 2]", "3 tokens; gap mean 1.0e-05", "--prompt_key question",
+        "step 3, token 5 of request 1/2", "allowed_token_ids: [1, 2]", "3 tokens; gap mean 1.0e-05",
+        "--prompt_key question",
     ],
 )  # fmt: skip
 def test_a_sentence_without_a_secret_is_as_it_was(text: str) -> None:
@@ -106,7 +111,11 @@ NESTED: dict[str, Any] = {
 
 
 def config(folder: Path, **fields: Any) -> Any:
-    given = {"hub_token": "plainsecret", "model_init_kwargs": {"token": "nestedsecret", "dtype": "float32"}, **fields}
+    given = {
+        "hub_token": "plainsecret",
+        "model_init_kwargs": {"token": "nestedsecret", "dtype": "float32"},
+        **fields,
+    }
     return lockstep.GRPOConfig(output_dir=str(folder), report_to="none", **given)
 
 
@@ -134,7 +143,9 @@ def test_whatever_a_config_becomes_has_no_secret_and_the_config_keeps_it(tmp_pat
         assert same.model_init_kwargs["token"] == "nestedsecret"
     again = pickle.loads(pickle.dumps(made))
     differing = {
-        name for name, value in vars(made).items() if name != "distributed_state" and vars(again)[name] != value
+        name
+        for name, value in vars(made).items()
+        if name != "distributed_state" and vars(again)[name] != value
     }
     assert differing == {"hub_token", "model_init_kwargs"}
 
@@ -164,7 +175,12 @@ def test_the_files_of_a_run_have_no_secret(tmp_path: Path) -> None:
 
 
 def test_a_report_of_a_run_of_an_earlier_version_has_no_secret(tmp_path: Path) -> None:
-    about = {"method": "grpo", "model": "m", "settings": {"model_init_kwargs": NESTED}, "chosen": ["model_init_kwargs"]}
+    about = {
+        "method": "grpo",
+        "model": "m",
+        "settings": {"model_init_kwargs": NESTED},
+        "chosen": ["model_init_kwargs"],
+    }
     (tmp_path / "about.json").write_text(json.dumps(about))
     (tmp_path / "end.json").write_text(
         json.dumps({"ended": "failed", "step": 1, "error": "E", "message": "for hf_AbCdEf12345678"})
@@ -209,8 +225,12 @@ def test_the_next_commands_have_no_secret(tmp_path: Path) -> None:
     assert none_of_them(lines)
 
 
-@pytest.mark.parametrize("kind", [LockstepError, InputError, Interrupted, lambda text: EngineLost(text, list)])
-def test_an_error_holds_no_secret_and_steers_no_terminal_wherever_it_is_shown(kind: Callable[[str], Exception]) -> None:
+@pytest.mark.parametrize(
+    "kind", [LockstepError, InputError, Interrupted, lambda text: EngineLost(text, list)]
+)
+def test_an_error_holds_no_secret_and_steers_no_terminal_wherever_it_is_shown(
+    kind: Callable[[str], Exception],
+) -> None:
     error = kind("data said \x1b]0;x\x07 with token='plainsecret' at https://me:s3cretPass@host/")
     assert str(error) == f"data said \\x1b]0;x\\x07 with token={HIDDEN} at https://{HIDDEN}@host/"
     assert none_of_them(str(ProofError("gap", "for hf_AbCdEf12345678", "plain", "set it")))

@@ -20,7 +20,7 @@ from lockstep.start_up import TerminalHandler
 from lockstep.terminal import Terminal
 
 # Title, clipboard, screen, a link, the 8-bit forms, direction, no width, a surrogate, a hidden text.
-ORDERS = "a\x1b]0;title\x07b\x1b]52;c;aGk=\x07c\x1b[2Jd\x9b31m\x9d\x90e\u202ef\u200bg\ud800h\U000e0041i\x00j\x7fk\rl\x08m\u2028n"
+ORDERS = "a\x1b]0;title\x07b\x1b]52;c;aGk=\x07c\x1b[2Jd\x9b31m\x9d\x90e\u202ef\u200bg\ud800h\U000e0041i\x00j\x7fk\rl\x08m\u2028n"  # noqa: E501
 OBEYED = {sign for sign in ORDERS if not sign.isascii() or not sign.isprintable()}
 
 
@@ -55,8 +55,8 @@ def test_what_would_be_obeyed_or_hidden_is_an_escape_and_nothing_is_lost() -> No
         "x\u200by",
         "🏴\U000e0067 ",
     ):
-        assert not set(hidden) & set("\u200b\u200c\u200d\ufe01\U000e0041\U000e0067") & set(visible(hidden)), ascii(
-            hidden
+        assert not set(hidden) & set("\u200b\u200c\u200d\ufe01\U000e0041\U000e0067") & set(visible(hidden)), (
+            ascii(hidden)
         )
     assert visible("a\ufe0f") == "a\\ufe0f"
 
@@ -112,7 +112,9 @@ def write_run(folder: Path, text: str) -> Path:
         json.dumps(
             {
                 "metrics": {},
-                "rollouts": [{"prompt": [{"role": text, "content": text}], "completions": [text], "rewards": [1.0]}],
+                "rollouts": [
+                    {"prompt": [{"role": text, "content": text}], "completions": [text], "rewards": [1.0]}
+                ],
             }
         )
     )
@@ -121,7 +123,8 @@ def write_run(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "words", [["rollouts", "RUN"], ["compare", "RUN", "OTHER"], ["report", "RUN"], ["compare", "MISSING"], [ORDERS]]
+    "words",
+    [["rollouts", "RUN"], ["compare", "RUN", "OTHER"], ["report", "RUN"], ["compare", "MISSING"], [ORDERS]],
 )
 def test_commands_about_somebody_elses_run_steer_no_terminal(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -168,7 +171,9 @@ def test_the_library_prints_and_escapes_in_one_place_only() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
                 texts = [part.value for part in node.values if isinstance(part, ast.Constant)]
-                assert not any("<" in str(text) or "&" in str(text) for text in texts), f"{path.name}:{node.lineno}"
+                assert not any("<" in str(text) or "&" in str(text) for text in texts), (
+                    f"{path.name}:{node.lineno}"
+                )
             # The functions of markup.py get their forms from others.
             if path.name != "markup.py" and isinstance(node, ast.Call) and node.args:
                 made = getattr(node.func, "id", "") in ("Html", "html")

@@ -86,7 +86,9 @@ def draw_biases(model: PreTrainedModel, scale: float) -> None:
 
 def make_stateful(width: int = 32, *, scale: float = 0.3) -> PreTrainedModel:
     """A model of two layers without attention, which keep a state from token to token."""
-    config = MambaConfig(vocab_size=384, hidden_size=width, state_size=4, num_hidden_layers=2, initializer_range=scale)
+    config = MambaConfig(
+        vocab_size=384, hidden_size=width, state_size=4, num_hidden_layers=2, initializer_range=scale
+    )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 

@@ -1,4 +1,6 @@
-"""A tiny stand-in for the package of the packaged model: a GGUF file with two layers and the tokenizer of `tests/tiny.py`."""
+"""A tiny stand-in for the package of the packaged model: a GGUF file with two layers and the tokenizer of
+`tests/tiny.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def save_package(site: Path) -> None:
     """Write the package into a folder that is to stand in `sys.path`."""
     about = site / f"{packaged.MODULE}-{packaged.VERSION}.dist-info"
     about.mkdir(parents=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {packaged.PACKAGE}\nVersion: {packaged.VERSION}\n")
+    (about / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {packaged.PACKAGE}\nVersion: {packaged.VERSION}\n"
+    )
     package = site / packaged.MODULE
     package.mkdir()
     (package / "__init__.py").touch()

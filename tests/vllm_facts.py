@@ -1,6 +1,8 @@
-"""What Lockstep relies on in vLLM's sources: names, arguments, limits and defaults, of both model runners. vLLM is not imported.
+"""What Lockstep relies on in vLLM's sources: names, arguments, limits and defaults, of both model runners. vLLM is
+not imported.
 
-`FACTS` is a table of text. A line without indent is a module; the lines below it are facts about it, and `#` begins a remark:
+`FACTS` is a table of text. A line without indent is a module; the lines below it are facts about it, and `#` begins a
+remark:
 
     name                    the module has it, perhaps from another module
     Class.method(a, b, +c)  its first arguments after `self` are a and b, in this order, and it also takes c
@@ -399,13 +401,19 @@ class Sources:
                 return module, node
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
-                    if alias.name == "*" and (found := self.find(self._source(module, node), name, depth - 1)):
+                    if alias.name == "*" and (
+                        found := self.find(self._source(module, node), name, depth - 1)
+                    ):
                         return found
                     if (alias.asname or alias.name) == name:
                         return self.find(self._source(module, node), alias.name, depth - 1) or (module, node)
         for node in ast.walk(tree):
             # Names that a package imports when they are first asked for: "LLM": ".entrypoints.llm:LLM".
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(f":{name}"):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and node.value.endswith(f":{name}")
+            ):
                 return self.find(module + node.value.partition(":")[0], name, depth - 1)
         return (f"{module}.{name}", tree) if self.file(f"{module}.{name}") else None
 
@@ -448,7 +456,13 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
 def _bound(node: ast.stmt) -> set[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
     return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
@@ -457,7 +471,9 @@ def read(sources: Sources, fact: Fact) -> str | None:
     line = fact.line
     if line.startswith("~ "):
         file = sources.file(fact.module)
-        return "there" if file and _closed_up(line[2:]) in _closed_up(file.read_text(encoding="utf-8")) else None
+        return (
+            "there" if file and _closed_up(line[2:]) in _closed_up(file.read_text(encoding="utf-8")) else None
+        )
     if " = " in line:
         found = sources.find(fact.module, line.partition(" = ")[0])
         value = getattr(found[1], "value", None) if found else None

@@ -32,7 +32,9 @@ class AnsweringProcess:
         SystemExit: the program ended instead of answering; the message has the end of its log.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str], cwd: str | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], log: Path, env: Mapping[str, str], cwd: str | None = None
+    ) -> None:
         self._log = log
         self._process = subprocess.Popen(
             [sys.executable, "-m", *command],

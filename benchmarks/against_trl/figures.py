@@ -1,7 +1,7 @@
 """Compute the figures of recorded steps that `run.py` prints and writes to its JSON file.
 
-Steps come from the programs of `play.py`, one dict per step. Figures are plain dicts of numbers. Every figure is a median over
-steps, except the smallest and largest step, and peak memory, which is the maximum over all steps.
+Steps come from the programs of `play.py`, one dict per step. Figures are plain dicts of numbers. Every figure is a
+median over steps, except the smallest and largest step, and peak memory, which is the maximum over all steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ Steps = list[Step]
 
 
 def measured(rounds: Sequence[Mapping[str, Step]]) -> dict[str, Steps]:
-    """The steps of each program, from rounds in which every program took a step; the first round is warm-up and left out."""
+    """The steps of each program, from rounds in which every program took a step; the first round is warm-up and left
+    out.
+    """
     return {program: [taken[program] for taken in rounds[1:]] for program in (rounds[0] if rounds else ())}
 
 
@@ -31,7 +33,8 @@ def check_tokens(steps: Mapping[str, Steps], tokens: int) -> None:
 
 
 def whole_steps(steps: Mapping[str, Steps], floors: Mapping[str, float]) -> dict[str, Any]:
-    """A whole step of each program, the ratio of the fastest rival to Lockstep, and Lockstep's phases divided by their floors.
+    """A whole step of each program, the ratio of the fastest rival to Lockstep, and Lockstep's phases divided by
+    their floors.
 
     Args:
         floors: seconds by phase of Lockstep's step.
@@ -65,7 +68,9 @@ def growth(steps: Mapping[str, Steps]) -> dict[str, Any]:
         name: {
             **_spread(taken, _whole, "step_s"),
             "tokens_per_s": _median(taken, _rate),
-            "ms_per_token": 1000 * _median(taken, _whole) / _median(taken, lambda step: step["sampled_tokens"]),
+            "ms_per_token": 1000
+            * _median(taken, _whole)
+            / _median(taken, lambda step: step["sampled_tokens"]),
             "shares": {
                 phase: _median(taken, lambda step, phase=phase: step["phases"][phase] / step["step"])
                 for phase in taken[0]["phases"]

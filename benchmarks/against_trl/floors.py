@@ -1,7 +1,7 @@
 """Floors (lower bounds) of the phases of a step: the necessary work divided by the speed that this machine reaches.
 
-Operations are counted from the model's matrices and the tokens that must go through them once. Norms, activations, attention
-scores and everything else are not counted, so that a floor is never above the necessary work.
+Operations are counted from the model's matrices and the tokens that must go through them once. Norms, activations,
+attention scores and everything else are not counted, so that a floor is never above the necessary work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _WEIGHTS = _TRUNK + _HEAD + 35_136
 
 
 def measure_machine() -> dict[str, Any]:
-    """Operations per second of a large matrix product, and bytes per second to and from memory: the best of several tries."""
+    """Operations per second of a large matrix product, and bytes per second to and from memory: the best of several
+    tries.
+    """
     return {
         "name": cpu_name(),
         "cores": os.cpu_count(),
@@ -75,19 +77,26 @@ def _best(work: Callable[[], object]) -> float:
 
 def cpu_name() -> str:
     """The name of the processor as Linux gives it, or else as Python gives it."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    lines = (
+        Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if Path("/proc/cpuinfo").exists()
+        else []
+    )
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
 
 
 def floors(work: Any, dtype: str, machine: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, float]:
     """The lower bound in seconds of each phase of a Lockstep step, for the median of the steps' work.
 
-    Generation multiplies every sampled token with all matrices once, and every token that a tool inserts with those of the trunk.
-    It reads the matrices once per decoding step (all sequences decode together). Its prompts are not counted. Learning multiplies
-    every position of the packs three times (forward, gradient of the input, gradient of the weights). Verifying multiplies every
-    position without a gradient once; its other work (a probe of the engine, comparisons) is not counted. A reference model, if
-    there is one, multiplies all positions once. The optimizer reads four and writes three fp32 numbers per weight. A push reads
-    every fp32 weight and writes it in the engine's dtype.
+    Generation multiplies every sampled token with all matrices once, and every token that a tool inserts with those
+    of the trunk. It reads the matrices once per decoding step (all sequences decode together). Its prompts are not
+    counted. Learning multiplies every position of the packs three times (forward, gradient of the input, gradient of
+    the weights). Verifying multiplies every position without a gradient once; its other work (a probe of the engine,
+    comparisons) is not counted. A reference model, if there is one, multiplies all positions once. The optimizer
+    reads four and writes three fp32 numbers per weight. A push reads every fp32 weight and writes it in the engine's
+    dtype.
     """
     sampled = work.sequences * work.tokens
     positions, still, unmoved, whole = (

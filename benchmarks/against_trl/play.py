@@ -1,7 +1,7 @@
 """One program in a process of its own: a trainer that takes a step on request and reports how long it took.
 
-Started by `run.py`, which writes one line per step and reads one JSON line back. A step lasts from the moment when the base class's
-loop begins it to the moment when the loop would begin the next one, so that nothing is left out.
+Started by `run.py`, which writes one line per step and reads one JSON line back. A step lasts from the moment when
+the base class's loop begins it to the moment when the loop would begin the next one, so that nothing is left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _MANY = 10_000
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("program", choices=["lockstep", "trl", "trl-continuous", "trl-bf16-weights", "trl-huge-pages"])
+    words.add_argument(
+        "program", choices=["lockstep", "trl", "trl-continuous", "trl-bf16-weights", "trl-huge-pages"]
+    )
     words.add_argument("workload")
     words.add_argument("model")
     words.add_argument("dtype", choices=["float32", "bfloat16"])
@@ -49,7 +51,9 @@ def main() -> None:
 class Gate:
     """Holds the trainer before each step until a line comes in."""
 
-    def __init__(self, answers: TextIO, take: Callable[[], dict[str, Any]], after: Callable[[], None]) -> None:
+    def __init__(
+        self, answers: TextIO, take: Callable[[], dict[str, Any]], after: Callable[[], None]
+    ) -> None:
         self._answers = answers
         self._take = take
         self._after = after
@@ -61,7 +65,11 @@ class Gate:
         if self._since is not None:
             seconds = time.perf_counter() - self._since
             after = memory()
-            told = {"step": seconds, "peak_bytes": peak_bytes(), "memory": {"before": self._before, "after": after}}
+            told = {
+                "step": seconds,
+                "peak_bytes": peak_bytes(),
+                "memory": {"before": self._before, "after": after},
+            }
             self._say({**told, **self._take()})
             self._after()
         else:
@@ -110,7 +118,9 @@ def memory() -> dict[str, int]:
     """What this process holds now, in bytes, in all and in huge pages; and its page faults since its start (Linux)."""
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
     held = {
-        name: int(line.split()[1]) * 1024 for line in lines if (name := line.split(":")[0]) in ("Rss", "AnonHugePages")
+        name: int(line.split()[1]) * 1024
+        for line in lines
+        if (name := line.split(":")[0]) in ("Rss", "AnonHugePages")
     }
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     return {"resident": held["Rss"], "huge": held["AnonHugePages"], "faults": faults}
@@ -119,7 +129,9 @@ def memory() -> dict[str, int]:
 def peak_bytes() -> int:
     """Most memory that this process has had resident since `forget_peak`."""
     line = next(
-        line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM")
+        line
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        if line.startswith("VmHWM")
     )
     return int(line.split()[1]) * 1024
 
@@ -152,7 +164,8 @@ def common(work: Any, dtype: str, rollouts: Path | None) -> dict[str, Any]:
 def learning_rate(work: Any, rollouts: Path | None) -> float:
     """The optimizer does the same work at any rate.
 
-    Given rollouts belong to the policy only if the policy does not change. A model that calls a tool must go on sampling its walk.
+    Given rollouts belong to the policy only if the policy does not change. A model that calls a tool must go on
+    sampling its walk.
     """
     if rollouts:
         return 0.0
@@ -215,7 +228,10 @@ class Lockstep:
         }
 
     def _positions(self) -> dict[str, int]:
-        """Positions of the last step: learned from, only verified, and all (shared ones once). Also tokens only verified."""
+        """Positions of the last step: learned from, only verified, and all (shared ones once).
+
+        Also tokens only verified.
+        """
         from lockstep.learn.pack import pack_sequences
 
         generation, objective = self.trainer.loop.generation, self.trainer.objective
@@ -223,7 +239,11 @@ class Lockstep:
         for batch in generation.micro_batches if generation is not None else ():
             still = [s for s in batch if not objective.has_gradient(s)]
             moving = [s for s in batch if objective.has_gradient(s)]
-            for name, sequences in (("positions", moving), ("still_positions", still), ("all_positions", batch)):
+            for name, sequences in (
+                ("positions", moving),
+                ("still_positions", still),
+                ("all_positions", batch),
+            ):
                 packs = pack_sequences(sequences, self.trainer.config.token_budget)
                 found[name] += sum(pack.input_ids.numel() for pack in packs)
             found["still_tokens"] += sum(len(s.completion_ids) for s in still)
@@ -239,7 +259,9 @@ class Lockstep:
         write_rollouts(
             path,
             [
-                Recorded(group.prompt.source, c.prompt_ids.tolist(), c.token_ids.tolist(), c.logprobs.tolist())
+                Recorded(
+                    group.prompt.source, c.prompt_ids.tolist(), c.token_ids.tolist(), c.logprobs.tolist()
+                )
                 for group in groups
                 for c in (rollout.completion for rollout in group.rollouts)
             ],
@@ -279,11 +301,15 @@ def recorded_engine(model: str, dtype: str, path: Path) -> Any:
                 inbox.answer(completion, [self.version])
 
     longest = max(len(r.prompt_ids) + len(r.completion_ids) for r in read_rollouts(path))
-    return RecordedEngine(model, load_tokenizer(model), dtype=getattr(torch, dtype), max_model_len=longest + 1)
+    return RecordedEngine(
+        model, load_tokenizer(model), dtype=getattr(torch, dtype), max_model_len=longest + 1
+    )
 
 
 class TRL:
-    """TRL's GRPOTrainer with its fastest settings on this machine: no gradient checkpointing, and transformers generates."""
+    """TRL's GRPOTrainer with its fastest settings on this machine: no gradient checkpointing, and transformers
+    generates.
+    """
 
     def __init__(self, work: Any, model: str, dtype: str, rollouts: Path | None, program: str) -> None:
         from trl import GRPOConfig, GRPOTrainer

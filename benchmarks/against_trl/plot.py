@@ -1,4 +1,6 @@
-"""Draws how a step grows: milliseconds per sampled token, by phase, over the number of completions and over their length."""
+"""Draws how a step grows: milliseconds per sampled token, by phase, over the number of completions and over their
+length.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def drawing(growth: dict[str, list[dict[str, Any]]]) -> str:
     bars = {name: _parts(steps) for name, steps in growth.items()}
     highest = max(sum(parts.values()) for parts in bars.values())
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
+        f'font-family="sans-serif" font-size="11">',
         f'<text x="{_MARGIN}" y="16">milliseconds a sampled token</text>',
     ]
     x, before = _MARGIN, ""

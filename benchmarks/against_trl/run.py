@@ -1,12 +1,13 @@
-"""Compare a whole training step of Lockstep with TRL's on the same work, in turn, and measure how Lockstep's step grows.
+"""Compare a whole training step of Lockstep with TRL's on the same work, in turn, and measure how Lockstep's step
+grows.
 
     make bench                                         (two cores: some hours; quiet machine)
     make bench ARGS="--parts short learning-short"     (ten minutes)
 
-Each program runs in a process of its own and waits while the other one works. Figures are medians of the steps after the first.
-On a machine with fast bf16 everything is run in both dtypes: fp32 alone, and bf16 autocast over fp32 weights.
-Prints the figures that docs/internals/speed.md sums up. Writes `runs/bench/step.json` after every part (machine, every step,
-and the printed figures), and `runs/bench/growth-DTYPE.svg`.
+Each program runs in a process of its own and waits while the other one works. Figures are medians of the steps after
+the first. On a machine with fast bf16 everything is run in both dtypes: fp32 alone, and bf16 autocast over fp32
+weights. Prints the figures that docs/internals/speed.md sums up. Writes `runs/bench/step.json` after every part
+(machine, every step, and the printed figures), and `runs/bench/growth-DTYPE.svg`.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def model_of(part: str, folder: Path) -> str:
 def steps_of(part: str, model: str, dtype: str, asked: argparse.Namespace, folder: Path) -> dict[str, Steps]:
     """The steps of a part, by program; for the part `growth`, by size."""
     if part == "growth":
-        return {name: side_by_side(["lockstep"], name, model, dtype, asked.steps)["lockstep"] for name in GROWTH}
+        return {
+            name: side_by_side(["lockstep"], name, model, dtype, asked.steps)["lockstep"] for name in GROWTH
+        }
     if part.startswith("learning-"):
         name = part.removeprefix("learning-")
         rollouts = recorded(name, model, dtype, folder / f"{name}-{dtype}.json")
@@ -99,7 +102,8 @@ def figures_of(part: str, dtype: str, steps: dict[str, Steps], machine: dict[str
     return whole_steps(steps, floors(work, dtype, machine, steps["lockstep"]))
 
 
-# ---- processes --------------------------------------------------------------------------------------------------------
+# ---- processes
+# --------------------------------------------------------------------------------------------------------
 
 
 class Player(AnsweringProcess):
@@ -136,7 +140,9 @@ def side_by_side(
 ) -> dict[str, Steps]:
     """The steps of all programs, taken in turn; the first step of each program is left out."""
     with ExitStack() as stack:
-        players = {program: stack.enter_context(playing(program, name, model, dtype, *more)) for program in programs}
+        players = {
+            program: stack.enter_context(playing(program, name, model, dtype, *more)) for program in programs
+        }
         rounds: list[dict[str, Any]] = []
         for number in range(steps + 1):
             rounds.append({program: player.step() for program, player in players.items()})
@@ -152,7 +158,8 @@ def recorded(name: str, model: str, dtype: str, path: Path) -> Path:
     return path
 
 
-# ---- tables -----------------------------------------------------------------------------------------------------------
+# ---- tables
+# -----------------------------------------------------------------------------------------------------------
 
 
 def show_machine(machine: dict[str, Any]) -> None:
@@ -176,7 +183,8 @@ def show_steps(title: str, part: str, figures: dict[str, Any]) -> None:
     work = workload(part)
     turns = f" in {work.calls + 1} turns" if work.calls else ""
     print(
-        f"\n{title}: {work.prompts} prompts × {work.completions} completions × {work.tokens} tokens{turns}, a whole step"
+        f"\n{title}: {work.prompts} prompts × {work.completions} completions × {work.tokens} tokens{turns}, a "
+        f"whole step"
     )
     for program, own in figures["programs"].items():
         print(
@@ -196,10 +204,12 @@ def show_learning(title: str, figures: dict[str, Any], state_bytes: int) -> None
     print(f"\n{title}, same rollouts: trl / lockstep {figures['ratio']:.2f}")
     for program, found in figures["programs"].items():
         print(
-            f"  {program:16} {found['rest_s']:8.2f} s  ({found['smallest_rest_s']:.2f} to {found['largest_rest_s']:.2f})"
+            f"  {program:16} {found['rest_s']:8.2f} s  ({found['smallest_rest_s']:.2f} to "
+            f"{found['largest_rest_s']:.2f})"
         )
     print(
-        f"  peak memory of the process: lockstep {own['peak_bytes'] / 2**30:.2f} GiB, trl {other['peak_bytes'] / 2**30:.2f} "
+        f"  peak memory of the process: lockstep {own['peak_bytes'] / 2**30:.2f} GiB, trl "
+        f"{other['peak_bytes'] / 2**30:.2f} "
         f"GiB: {figures['peak_bytes_ratio']:.2f} of it"
         f" (weights, gradients and AdamW's state of both are {state_bytes / 2**30:.2f} GiB)"
     )
@@ -208,7 +218,9 @@ def show_learning(title: str, figures: dict[str, Any], state_bytes: int) -> None
 def show_growth(title: str, figures: dict[str, Any]) -> None:
     print(f"\n{title}: milliseconds per sampled token, and the share of each phase")
     for name, found in figures.items():
-        listed = ", ".join(f"{phase} {share:.0%}" for phase, share in found["shares"].items() if share >= 0.005)
+        listed = ", ".join(
+            f"{phase} {share:.0%}" for phase, share in found["shares"].items() if share >= 0.005
+        )
         print(
             f"  {name:16} {found['step_s']:8.2f} s  {found['ms_per_token']:7.2f} ms  "
             f"{found['tokens_per_s']:6.1f} tokens/s  {listed}"

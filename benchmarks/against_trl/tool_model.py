@@ -1,9 +1,9 @@
 """A model that calls a tool in every turn, made here, in the size of the packaged 135M model or tiny.
 
-`sampling/tools.py` and `run.py` make it, and the programs of `play.py` load it. It computes as much as any model of this size.
-Its next token depends on its last one, so that it samples a walk over a few tokens. A turn is always `TURN` tokens long, most of
-them drawn from two, and ends with a call of the tool `look`. After the token `LINE` it never ends, so that a rollout of one turn
-can have any length.
+`sampling/tools.py` and `run.py` make it, and the programs of `play.py` load it. It computes as much as any model of
+this size. Its next token depends on its last one, so that it samples a walk over a few tokens. A turn is always
+`TURN` tokens long, most of them drawn from two, and ends with a call of the tool `look`. After the token `LINE` it
+never ends, so that a rollout of one turn can have any length.
 """
 
 from __future__ import annotations
@@ -52,14 +52,19 @@ def make_tool_model(folder: Path, size: str) -> str:
     tokenizer.add_tokens([AddedToken(LINE, special=True)])
     texts = [*(word for stage in words for word in stage), *lines, _NAME]
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
-    # So much more probable than all other tokens of the vocabulary together that a turn practically never leaves its walk.
+    # So much more probable than all other tokens of the vocabulary together that a turn practically never leaves its
+    # walk.
     weight = math.exp(16.0)
 
     def one_of(after: list[str]) -> dict[str, float]:
         return dict.fromkeys(after, weight / len(after))
 
     steps = {"<|assistant|>": one_of(words[0]), OPEN: one_of([_NAME]), _NAME: one_of(list(DIGITS))}
-    steps |= {word: one_of(after) for stage, after in zip(words, [*words[1:], [OPEN]], strict=True) for word in stage}
+    steps |= {
+        word: one_of(after)
+        for stage, after in zip(words, [*words[1:], [OPEN]], strict=True)
+        for word in stage
+    }
     steps |= {digit: one_of([LAST]) for digit in DIGITS} | {LAST: one_of([CLOSE]), CLOSE: one_of(["<|end|>"])}
     steps |= {text: one_of(lines) for text in (LINE, *lines)}
     make_walker(tokenizer, steps, **SIZES[size]).save_pretrained(folder)

@@ -1,4 +1,5 @@
-"""The input of both programs: a model that never ends early, prompts of known length, a reward, and rollouts to learn from.
+"""The input of both programs: a model that never ends early, prompts of known length, a reward, and rollouts to learn
+from.
 
 Made by `run.py` in a folder of its own; read by the programs of `play.py`.
 """
@@ -15,8 +16,8 @@ from typing import Any
 
 from benchmarks.against_trl.tool_model import AROUND, FILLER, TURN, question
 
-# A token that the model practically never samples. With it as the end token, every completion reaches the length limit, so both
-# programs do the same work.
+# A token that the model practically never samples. With it as the end token, every completion reaches the length
+# limit, so both programs do the same work.
 _NEVER = "<file_sep>"
 _TEXT = "the river town winter carried seven letters under an old bridge while nobody asked why it had grown"
 
@@ -27,8 +28,8 @@ class Workload:
 
     Attributes:
         prompt_tokens: tokens of every prompt; None: the prompts of the arithmetic recipe, with its worked examples.
-        trl_batch: completions in one forward of TRL. TRL's default is 8. In a whole step, beside another program with an engine,
-            8 long completions need more than 24 GiB of memory.
+        trl_batch: completions in one forward of TRL. TRL's default is 8. In a whole step, beside another program with
+            an engine, 8 long completions need more than 24 GiB of memory.
         trl_learning_batch: the same number, for steps with given rollouts.
         calls: calls of a tool in every completion, each at the end of a turn. `tokens` are then those of all turns.
         result_tokens: tokens of what the tool answers.
@@ -75,7 +76,9 @@ def growth(name: str) -> Workload:
 
 def with_calls(name: str) -> Workload:
     """`calls-S`: four short turns with a call of S seconds between each two."""
-    return Workload(2, 8, 4 * TURN, None, 16, 16, calls=3, result_tokens=8, call_seconds=float(name.rsplit("-", 1)[1]))
+    return Workload(
+        2, 8, 4 * TURN, None, 16, 16, calls=3, result_tokens=8, call_seconds=float(name.rsplit("-", 1)[1])
+    )
 
 
 def workload(name: str) -> Workload:
@@ -112,12 +115,16 @@ def prompts(work: Workload, model: str) -> list[Any]:
         return _questions(tokenizer, work)
     if work.prompt_tokens is None:
         chats = arithmetic("larger", work.prompts, 1, seed=5)[0]["prompt"]
-        return [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+        return [
+            tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats
+        ]
     return [_of_length(tokenizer, work.prompt_tokens, seed) for seed in range(work.prompts)]
 
 
 def _questions(tokenizer: Any, work: Workload) -> list[Any]:
-    """The prompts of a model that calls a tool; with their length, if the workload has one, counted by the chat template."""
+    """The prompts of a model that calls a tool; with their length, if the workload has one, counted by the chat
+    template.
+    """
     shown = {"tools": [tool(work)], "add_generation_prompt": True}
 
     def length(asked: list[dict[str, str]]) -> int:

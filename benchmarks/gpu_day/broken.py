@@ -1,7 +1,7 @@
 """The first call of `make gpu-day`: what is broken on a GPU. Each part is a function that yields rows of its table.
 
-A row with `failed` is a defect of Lockstep, or of a package that it is used with; the log has the traceback. Times have no meaning
-here, because the parts of this call run beside each other.
+A row with `failed` is a defect of Lockstep, or of a package that it is used with; the log has the traceback. Times
+have no meaning here, because the parts of this call run beside each other.
 """
 
 from __future__ import annotations
@@ -29,12 +29,27 @@ import torch
 from benchmarks import ROOT
 from benchmarks.gpu_day.measuring import Row, Sizes, device, give_memory_back, save_model
 
-_SMALL: dict[str, Any] = {"max_steps": 3, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "bf16": True}
+_SMALL: dict[str, Any] = {
+    "max_steps": 3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "bf16": True,
+}
 _SMALL |= {"report_to": "none", "learning_rate": 1e-3, "use_vllm": False}
-_GROUPS: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 2, "gradient_accumulation_steps": 2}
+_GROUPS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "num_generations": 2,
+    "gradient_accumulation_steps": 2,
+}
 _GROUPS |= {"max_completion_length": 12}
 _ALONE = {**_GROUPS, "num_generations": 1}
-_PAIRS = {"per_device_train_batch_size": 2, "max_new_tokens": 6, "max_length": 100, "gradient_accumulation_steps": 2}
+_PAIRS = {
+    "per_device_train_batch_size": 2,
+    "max_new_tokens": 6,
+    "max_length": 100,
+    "gradient_accumulation_steps": 2,
+}
 
 
 @contextmanager
@@ -50,7 +65,8 @@ def told(row: Row) -> Iterator[None]:
         print(row, flush=True)
 
 
-# ---- interfaces --------------------------------------------------------------------------------------------------------
+# ---- interfaces
+# --------------------------------------------------------------------------------------------------------
 
 
 def interfaces(sizes: Sizes) -> Iterator[Row]:
@@ -89,7 +105,8 @@ def interfaces(sizes: Sizes) -> Iterator[Row]:
         yield {"what": "nvidia-smi", "is": found.stdout.strip()}
 
 
-# ---- small runs --------------------------------------------------------------------------------------------------------
+# ---- small runs
+# --------------------------------------------------------------------------------------------------------
 
 
 def _model(folder: Path, kind: str = "llama") -> str:
@@ -107,7 +124,13 @@ def _model(folder: Path, kind: str = "llama") -> str:
 
 
 def _train(
-    folder: Path, method: str, fields: dict[str, Any], *, kind: str = "llama", resume: bool = False, **arguments: Any
+    folder: Path,
+    method: str,
+    fields: dict[str, Any],
+    *,
+    kind: str = "llama",
+    resume: bool = False,
+    **arguments: Any,
 ) -> Row:
     """A run of three steps with the transformers engine, on this device. Returns its largest gap and its last loss."""
     sys.path.append(str(ROOT / "tests" / "training"))
@@ -146,7 +169,9 @@ def _evaluated(folder: Path) -> Row:
     sys.path.append(str(ROOT / "tests" / "training"))
     from methods import PROMPTS
 
-    return _train(folder, "GRPO", {**_GROUPS, "eval_strategy": "steps", "eval_steps": 2}, eval_dataset=PROMPTS)
+    return _train(
+        folder, "GRPO", {**_GROUPS, "eval_strategy": "steps", "eval_steps": 2}, eval_dataset=PROMPTS
+    )
 
 
 _FP32 = {"bf16": False}
@@ -156,9 +181,15 @@ RUNS: dict[str, Callable[[Path], Row]] = {
     "GRPO, bf16": lambda at: _train(at, "GRPO", _GROUPS),
     "GRPO, fp32": lambda at: _train(at, "GRPO", {**_GROUPS, **_FP32}),
     "GRPO, fp32 head": lambda at: _train(at, "GRPO", {**_GROUPS, "cast_lm_head_to_fp32": True}),
-    "GRPO, beta, two iterations": lambda at: _train(at, "GRPO", {**_GROUPS, "beta": 0.1, "num_iterations": 2}),
-    "GRPO, filters": lambda at: _train(at, "GRPO", {**_GROUPS, "top_p": 0.9, "top_k": 20, "temperature": 0.8}),
-    "GRPO, min-p, penalty": lambda at: _train(at, "GRPO", {**_GROUPS, "min_p": 0.02, "repetition_penalty": 1.1}),
+    "GRPO, beta, two iterations": lambda at: _train(
+        at, "GRPO", {**_GROUPS, "beta": 0.1, "num_iterations": 2}
+    ),
+    "GRPO, filters": lambda at: _train(
+        at, "GRPO", {**_GROUPS, "top_p": 0.9, "top_k": 20, "temperature": 0.8}
+    ),
+    "GRPO, min-p, penalty": lambda at: _train(
+        at, "GRPO", {**_GROUPS, "min_p": 0.02, "repetition_penalty": 1.1}
+    ),
     "GRPO, filters, fp32": lambda at: _train(at, "GRPO", {**_GROUPS, **_FP32, "top_p": 0.9, "top_k": 20}),
     "GRPO, entropy": lambda at: _train(at, "GRPO", {**_GROUPS, "entropy_coef": 0.01}),
     "GRPO, high entropies": lambda at: _train(at, "GRPO", {**_GROUPS, "top_entropy_quantile": 0.5}),
@@ -177,7 +208,9 @@ RUNS: dict[str, Callable[[Path], Row]] = {
     "saved and resumed": _saved_and_resumed,
     "evaluation": _evaluated,
     **{
-        f"GRPO, {kind}": lambda at, kind=kind: _train(at, "GRPO", {**_GROUPS, **_SHORT, "beta": 0.1}, kind=kind)
+        f"GRPO, {kind}": lambda at, kind=kind: _train(
+            at, "GRPO", {**_GROUPS, **_SHORT, "beta": 0.1}, kind=kind
+        )
         for kind in ("qwen3", "qwen3_moe", "gemma2", "gemma3", "gpt2", "mamba")
     },
 }
@@ -198,7 +231,8 @@ def runs(sizes: Sizes, part: int) -> Iterator[Row]:
 _PARTS = 3
 
 
-# ---- verify ------------------------------------------------------------------------------------------------------------
+# ---- verify
+# ------------------------------------------------------------------------------------------------------------
 
 
 def proofs(sizes: Sizes) -> Iterator[Row]:
@@ -206,20 +240,30 @@ def proofs(sizes: Sizes) -> Iterator[Row]:
     kinds = ["pictures", "qwen3_moe", *(["shape"] if sizes.repeats > 1 else [])]
     for kind, dtype in itertools.product(kinds, sizes.dtypes):
         with tempfile.TemporaryDirectory() as folder:
-            path = save_model(sizes, Path(folder) / "shape") if kind == "shape" else _model(Path(folder), kind)
+            path = (
+                save_model(sizes, Path(folder) / "shape") if kind == "shape" else _model(Path(folder), kind)
+            )
             yield from _verified({"model": kind, "dtype": dtype}, path, "--vllm_max_model_length", "512")
         give_memory_back()
 
 
 def faults(sizes: Sizes, number: int) -> Iterator[Row]:
-    """`lockstep verify --self-test` on a tiny model: every fault must be caught here too. A row of counts, and one per miss."""
+    """`lockstep verify --self-test` on a tiny model: every fault must be caught here too.
+
+    A row of counts, and one per miss.
+    """
     dtype = sizes.dtypes[number]
     with tempfile.TemporaryDirectory() as folder:
         path, table, row = _model(Path(folder)), Path(folder) / "table.json", Row(dtype=dtype)
         with told(row):
             code = _verify(path, dtype, table, "--self-test")
             found = json.loads(table.read_text(encoding="utf-8"))
-            row |= {"injected": found["injected"], "caught": found["caught"], "exit code": code, "passed": code == 0}
+            row |= {
+                "injected": found["injected"],
+                "caught": found["caught"],
+                "exit code": code,
+                "passed": code == 0,
+            }
     yield row
     for fault in [] if "failed" in row else found["faults"]:
         missed = fault["error"] or not (fault["caught_by"] or fault["skipped"] or fault["id"] == "-")
@@ -250,7 +294,7 @@ def _verify(model: str, dtype: str, table: Path, *words: str) -> int:
     return run(["--model", model, "--engine", "transformers", "--dtype", dtype, "--json", str(table), *words])
 
 
-# ---- waits -------------------------------------------------------------------------------------------------------------
+# ---- waits -------------------------------------------------------------------------------------------------------
 
 
 def waits(sizes: Sizes) -> Iterator[Row]:
@@ -269,7 +313,9 @@ def waits(sizes: Sizes) -> Iterator[Row]:
     def seen(message: Any, category: type, filename: str, line: int, *_: Any) -> None:
         if "synchroniz" not in str(message):
             return
-        own = [f for f in traceback.extract_stack() if "/lockstep/" in f.filename and "gpu_day" not in f.filename]
+        own = [
+            f for f in traceback.extract_stack() if "/lockstep/" in f.filename and "gpu_day" not in f.filename
+        ]
         last = own[-1] if own else None
         place = f"{Path(filename).name}:{line}" if last is None else f"{_short(last.filename)}:{last.lineno}"
         if threading.current_thread() is not threading.main_thread():
@@ -328,7 +374,8 @@ def _short(filename: str) -> str:
     return filename.split("/lockstep/")[-1]
 
 
-# ---- groups of processes, streams --------------------------------------------------------------------------------------
+# ---- groups of processes, streams
+# --------------------------------------------------------------------------------------
 
 
 def groups(sizes: Sizes) -> Iterator[Row]:
@@ -343,7 +390,9 @@ def groups(sizes: Sizes) -> Iterator[Row]:
             values = {}
             for dtype in (torch.float32, torch.bfloat16, torch.float64):
                 part = torch.ones(8, device=device(), dtype=dtype)
-                sum_of = torch.distributed._make_nccl_premul_sum(1.0) if backend == "nccl" else dist.ReduceOp.SUM
+                sum_of = (
+                    torch.distributed._make_nccl_premul_sum(1.0) if backend == "nccl" else dist.ReduceOp.SUM
+                )
                 try:
                     dist.all_reduce(part, op=sum_of)
                     values[str(dtype)] = float(part.sum())
@@ -367,8 +416,17 @@ print("FOUND", broken._train(Path({folder!r}), "GRPO", {{**broken._GROUPS, "max_
 """
         (Path(folder) / "program.py").write_text(program, encoding="utf-8")
         # The flag of a machine without a GPU is torchrun's own: gloo.
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", f"{folder}/program.py"]
-        ended = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=150, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "1",
+            f"{folder}/program.py",
+        ]
+        ended = subprocess.run(
+            command, capture_output=True, text=True, encoding="utf-8", timeout=150, check=False
+        )
         print(ended.stdout[-3000:], ended.stderr[-6000:], flush=True)
         kept = [line for line in ended.stdout.splitlines() if line.startswith("FOUND")]
         row |= {"is": kept[0] if kept else f"exit code {ended.returncode}", "passed": bool(kept)}
@@ -400,14 +458,27 @@ def order(sizes: Sizes) -> Iterator[Row]:
     yield {"what": "digests after a side stream", "is": f"{wrong} of {tries} wrong", "passed": not wrong}
 
 
-# ---- the suite ---------------------------------------------------------------------------------------------------------
+# ---- the suite
+# ---------------------------------------------------------------------------------------------------------
 
-_FOLDERS = ("parity", "sync", "models", "engines", "training", "contract", "faults", "verify", "rollouts", "algorithms")
+_FOLDERS = (
+    "parity",
+    "sync",
+    "models",
+    "engines",
+    "training",
+    "contract",
+    "faults",
+    "verify",
+    "rollouts",
+    "algorithms",
+)
 _FOLDERS += ("images", "shards", "tokens", "tasks", "environments")
 
 
 def suite(sizes: Sizes) -> Iterator[Row]:
-    """The project's own tests on this device, without vLLM, by outcome; and each failure with its innermost line of Lockstep.
+    """The project's own tests on this device, without vLLM, by outcome; and each failure with its innermost line of
+    Lockstep.
 
     The variable `GPU_DAY_TESTS` may name a file with one test per line; then only these run.
     """
@@ -416,7 +487,16 @@ def suite(sizes: Sizes) -> Iterator[Row]:
     folders = [f"@{chosen}"] if chosen else folders
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "benchmarks.gpu_day.failures"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "benchmarks.gpu_day.failures",
+        ]
         command += ["-m", "not vllm and not long and not release", "--timeout", "90", "--dist", "loadfile"]
         command += ["-n", "11" if full else "0", "--tb", "short", "-o", "addopts=", *folders]
         environment = {**os.environ, "GPU_DAY_FAILURES": str(results), "OMP_NUM_THREADS": "1"}
@@ -430,7 +510,9 @@ def suite(sizes: Sizes) -> Iterator[Row]:
                 code = "stopped at its limit"
         print((Path(folder) / "log").read_text(encoding="utf-8")[-3000:], flush=True)
         rows = (
-            [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()] if results.exists() else []
+            [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+            if results.exists()
+            else []
         )
         yield {"what": "exit", "is": str(code)}
         counted = Counter(row["outcome"] for row in rows)

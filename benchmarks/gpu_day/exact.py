@@ -54,7 +54,16 @@ def _logs(fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _difference(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> str:
     # How many modules are probed again is a matter of time.
-    words = ("time/", "step_time", "train_runtime", "per_second", "memory", "seconds", "tokens_per", "checked/")
+    words = (
+        "time/",
+        "step_time",
+        "train_runtime",
+        "per_second",
+        "memory",
+        "seconds",
+        "tokens_per",
+        "checked/",
+    )
     for step, (one, other) in enumerate(zip(first, second, strict=True), 1):
         found = [
             name
@@ -80,22 +89,31 @@ def gaps(sizes: Sizes, number: int) -> Iterator[Row]:
             row["is"] = "needs a GPU"
         else:
             steps = 12 if sizes.repeats > 1 else 1
-            row |= clean_steps(path, steps, dtype, 1.5, fields, engine="transformers", seed=0, deadline=math.inf)
+            row |= clean_steps(
+                path, steps, dtype, 1.5, fields, engine="transformers", seed=0, deadline=math.inf
+            )
     yield row
 
 
 def memory(sizes: Sizes) -> Iterator[Row]:
     """What `learn/memory.py` says before a model is loaded, beside what the device allocates.
 
-    The rows of one optimizer step compare exact counts. The other rows compare the estimate of activations with the peak of a
-    forward and its backward.
+    The rows of one optimizer step compare exact counts. The other rows compare the estimate of activations with the
+    peak of a forward and its backward.
     """
     import torch
 
     from benchmarks.gpu_day.measuring import forget, make_model, peak, synchronize
     from benchmarks.gpu_day.parts import _GROUP, _sequences
     from lockstep.learn.attention.tree import adopt_tree_attention
-    from lockstep.learn.memory import Pass, activation_bytes, layer_shape, moment_bytes, sizes_of, weight_bytes
+    from lockstep.learn.memory import (
+        Pass,
+        activation_bytes,
+        layer_shape,
+        moment_bytes,
+        sizes_of,
+        weight_bytes,
+    )
     from lockstep.learn.pack import pack_sequences
     from lockstep.learn.scoring import score_pack
 
@@ -104,10 +122,14 @@ def memory(sizes: Sizes) -> Iterator[Row]:
     model: Any
     parameter: Any
     optimizer: Any
-    (pack,) = pack_sequences(_sequences([500 if sizes.repeats > 1 else 12] * _GROUP, sizes.shape["vocab_size"]), 10**6)
+    (pack,) = pack_sequences(
+        _sequences([500 if sizes.repeats > 1 else 12] * _GROUP, sizes.shape["vocab_size"]), 10**6
+    )
     for weights, half in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, True)):
         for checkpointing in (False, True):
-            name = f"weights {str(weights)[6:]}{', autocast bf16' if half and weights == torch.float32 else ''}"
+            name = (
+                f"weights {str(weights)[6:]}{', autocast bf16' if half and weights == torch.float32 else ''}"
+            )
             row: Row = {"what": f"activations of {pack.input_ids.numel()} positions", "dtype": name}
             row["recomputed"] = "layers" if checkpointing else "nothing"
             model = parameter = optimizer = None

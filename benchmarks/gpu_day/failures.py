@@ -1,4 +1,7 @@
-"""A pytest plugin: writes one JSON line per test, with the innermost lines of a failure. `GPU_DAY_FAILURES` names the file."""
+"""A pytest plugin: writes one JSON line per test, with the innermost lines of a failure.
+
+`GPU_DAY_FAILURES` names the file.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     row = {"what": item.nodeid, "outcome": report.outcome}
     if report.outcome == "failed" and call.excinfo is not None:
         error = call.excinfo.value
-        frames = [f"{e.path}:{e.lineno + 1}" for e in call.excinfo.traceback if "site-packages" not in str(e.path)]
+        frames = [
+            f"{e.path}:{e.lineno + 1}" for e in call.excinfo.traceback if "site-packages" not in str(e.path)
+        ]
         row |= {
             "is": f"{type(error).__name__}: {str(error)[:300]}",
             "frames": " < ".join(_short(f) for f in frames[:-4:-1]),

@@ -1,7 +1,7 @@
 """Sizes, models and measurements of the parts of `make gpu-day` (`parts.py`).
 
-`FULL` is for a GPU. `REHEARSAL` has sizes that a CPU computes in seconds. A rehearsal shows only that the code runs; its figures
-have no meaning.
+`FULL` is for a GPU. `REHEARSAL` has sizes that a CPU computes in seconds. A rehearsal shows only that the code runs;
+its figures have no meaning.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ REHEARSAL = Sizes(
 )
 
 
-# ---- models and measuring ------------------------------------------------------------------------------------------
+# ---- models and measuring ----------------------------------------------------------------------------------------
 
 
 def device() -> torch.device:
@@ -103,8 +103,8 @@ def make_model(sizes: Sizes, *, even: bool = False) -> Any:
     """A Llama model with random fp32 weights.
 
     Args:
-        even: whether the head's weights are so small that all tokens have practically the same probability. Then random ids are
-            samples of the model.
+        even: whether the head's weights are so small that all tokens have practically the same probability. Then
+            random ids are samples of the model.
     """
     import tiny
 
@@ -169,7 +169,10 @@ def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def refusals(row: Row, *more: type[Exception]) -> Iterator[Row]:
-    """Catch the error of a row that cannot be measured, so that other rows are still measured. The dict gets the error's text."""
+    """Catch the error of a row that cannot be measured, so that other rows are still measured.
+
+    The dict gets the error's text.
+    """
     from lockstep.errors import LockstepError
 
     said: Row = {}

@@ -1,7 +1,7 @@
 """The parts of `make gpu-day` (`run.py`). Each part is a function that yields rows of its table.
 
-Every part makes its own models with random weights, because a GPU machine may have no network. A part runs in a separate process,
-on the GPU if there is one.
+Every part makes its own models with random weights, because a GPU machine may have no network. A part runs in a
+separate process, on the GPU if there is one.
 """
 
 from __future__ import annotations
@@ -42,14 +42,25 @@ from benchmarks.gpu_day.measuring import (
 from benchmarks.gpu_day.push import push as push
 
 _PACKAGES = (
-    *("torch", "triton", "transformers", "tokenizers", "huggingface_hub", "accelerate", "datasets", "pyarrow", "numpy"),
+    *(
+        "torch",
+        "triton",
+        "transformers",
+        "tokenizers",
+        "huggingface_hub",
+        "accelerate",
+        "datasets",
+        "pyarrow",
+        "numpy",
+    ),
     *("peft", "msgspec", "trl", "vllm"),
 )
 # Completions of a group.
 _GROUP = 8
 
 
-# ---- the machine ------------------------------------------------------------------------------------------------------
+# ---- the machine
+# ------------------------------------------------------------------------------------------------------
 
 
 def machine(sizes: Sizes) -> Iterator[Row]:
@@ -74,11 +85,14 @@ def machine(sizes: Sizes) -> Iterator[Row]:
             yield {"what": package, "is": "not installed"}
 
 
-# ---- attention --------------------------------------------------------------------------------------------------------
+# ---- attention
+# --------------------------------------------------------------------------------------------------------
 
 
 def attention(sizes: Sizes) -> Iterator[Row]:
-    """Attention of one layer over a pack: by blocks and by FlexAttention, compared with SDPA in float32 with a dense mask."""
+    """Attention of one layer over a pack: by blocks and by FlexAttention, compared with SDPA in float32 with a dense
+    mask.
+    """
     from benchmarks.learning.long_context import KINDS, one_pack
     from lockstep.learn.attention import flex as flex_attention
     from lockstep.learn.attention.blocks import TreeAttention
@@ -88,24 +102,37 @@ def attention(sizes: Sizes) -> Iterator[Row]:
     heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     for dtype in map(dtype_of, sizes.dtypes):
         flex_attention.prove_flex_attention(heads, shape["head_dim"], where, dtype)
-        yield {"pack": "the trees of prove_flex_attention", "dtype": str(dtype), "way": "FlexAttention, proven"}
+        yield {
+            "pack": "the trees of prove_flex_attention",
+            "dtype": str(dtype),
+            "way": "FlexAttention, proven",
+        }
     for kind in KINDS:
         for tokens in sizes.trees:
             ends = one_pack(kind, tokens).ends
             assert ends is not None
             draw = torch.Generator().manual_seed(tokens)
             counts = (heads[0], heads[1], heads[1], heads[0])
-            drawn = [torch.randn(1, count, len(ends), shape["head_dim"], generator=draw).to(where) for count in counts]
-            exact, reference = _attended(lambda q, k, v, ends=ends: _dense(q, k, v, ends), drawn, sizes.repeats)
+            drawn = [
+                torch.randn(1, count, len(ends), shape["head_dim"], generator=draw).to(where)
+                for count in counts
+            ]
+            exact, reference = _attended(
+                lambda q, k, v, ends=ends: _dense(q, k, v, ends), drawn, sizes.repeats
+            )
             same = {"pack": kind, "tokens": len(ends)}
             yield {**same, "dtype": "torch.float32", "way": "SDPA, dense mask (reference)", **reference}
             for dtype in map(dtype_of, sizes.dtypes):
-                plan, blocks = (TreeAttention.of(ends, where, dtype, only_blocks=only) for only in (False, True))
+                plan, blocks = (
+                    TreeAttention.of(ends, where, dtype, only_blocks=only) for only in (False, True)
+                )
                 mask = flex_attention.block_mask(ends, where)
                 ways: dict[str, Callable[..., torch.Tensor]] = {
                     # On a CPU both are blocks that compute in float32 (learn/attention/tree.py).
                     "paths": lambda q, k, v, plan=plan: plan(*_in_computed_dtype(q, k, v), None).to(q.dtype),
-                    "blocks": lambda q, k, v, plan=blocks: plan(*_in_computed_dtype(q, k, v), None).to(q.dtype),
+                    "blocks": lambda q, k, v, plan=blocks: plan(*_in_computed_dtype(q, k, v), None).to(
+                        q.dtype
+                    ),
                     "FlexAttention": lambda q, k, v, mask=mask: flex_attention._attend(q, k, v, mask, None),
                 }
                 for way, attend in ways.items():
@@ -120,7 +147,8 @@ def attention(sizes: Sizes) -> Iterator[Row]:
 def _let_flex_attention_learn_on_a_cpu() -> None:
     """Let a rehearsal use FlexAttention's backward on a CPU.
 
-    PyTorch refuses this backward on a CPU. Lockstep's recomputation, which is only for CPUs, does not support this operation.
+    PyTorch refuses this backward on a CPU. Lockstep's recomputation, which is only for CPUs, does not support this
+    operation.
     """
     from torch.nn.attention import flex_attention
 
@@ -157,13 +185,16 @@ def _attended(
     return measured(work, repeats)
 
 
-# ---- forward and backward of the model --------------------------------------------------------------------------------
+# ---- forward and backward of the model
+# --------------------------------------------------------------------------------
 
 
 def passes(sizes: Sizes) -> Iterator[Row]:
     """Forward and backward of a group, compared with a padded forward of transformers with the same loss."""
     for tokens in sizes.tokens:
-        yield from _passes(sizes, _sequences([tokens] * _GROUP, sizes.shape["vocab_size"]), f"{_GROUP} × {tokens:,}")
+        yield from _passes(
+            sizes, _sequences([tokens] * _GROUP, sizes.shape["vocab_size"]), f"{_GROUP} × {tokens:,}"
+        )
 
 
 def chain(sizes: Sizes) -> Iterator[Row]:
@@ -229,7 +260,8 @@ def _passes(sizes: Sizes, sequences: list[Any], work: str) -> Iterator[Row]:
                 learn()
                 return torch.cat([p.grad.flatten() for p in model.parameters()])
 
-            # The fp32 reference takes ten times as long as the others. It runs once, because its seconds are not compared.
+            # The fp32 reference takes ten times as long as the others. It runs once, because its seconds are not
+            # compared.
             found, figures = measured(gradients, 1 if way.endswith("(reference)") else sizes.repeats)
             row |= figures
             exact = found if exact is None and way.endswith("(reference)") else exact
@@ -245,11 +277,15 @@ def _chosen(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(lengths: Sequence[int], where: torch.device) -> torch.Tensor:
-    """A weight per token, which differs between the tokens of a completion. Weights are divided by the completion's length."""
+    """A weight per token, which differs between the tokens of a completion.
+
+    Weights are divided by the completion's length.
+    """
     return torch.cat([torch.linspace(-1, 1, n + 1, device=where)[:n] / n for n in lengths])
 
 
-# ---- a step of the trainers -------------------------------------------------------------------------------------------
+# ---- a step of the trainers
+# -------------------------------------------------------------------------------------------
 
 
 def learning(sizes: Sizes, tokens: int) -> Iterator[Row]:
@@ -332,7 +368,8 @@ def _measured_steps(start: Callable[[], Any], repeats: int) -> Row:
     }
 
 
-# ---- host cost, limits, proofs ----------------------------------------------------------------------------------------
+# ---- host cost, limits, proofs
+# ----------------------------------------------------------------------------------------
 
 
 def host(sizes: Sizes) -> Iterator[Row]:
@@ -353,14 +390,18 @@ def host(sizes: Sizes) -> Iterator[Row]:
 
 
 def limits(sizes: Sizes) -> Iterator[Row]:
-    """Training runs with the transformers engine and every proof on: the parity gap beside its limits, and one fault."""
+    """Training runs with the transformers engine and every proof on: the parity gap beside its limits, and one
+    fault.
+    """
     from benchmarks.proofs.false_alarms import clean_steps
 
     with tempfile.TemporaryDirectory() as folder:
         for model in sizes.models:
             for dtype in sizes.dtypes:
                 path = save_model(sizes, Path(folder) / "shape") if model == "shape" else model
-                found = clean_steps(path, sizes.steps, dtype, 1.5, {}, engine="transformers", seed=0, deadline=math.inf)
+                found = clean_steps(
+                    path, sizes.steps, dtype, 1.5, {}, engine="transformers", seed=0, deadline=math.inf
+                )
                 yield {"model": model, "dtype": dtype} | found
                 give_memory_back()
 

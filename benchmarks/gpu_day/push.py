@@ -1,7 +1,8 @@
-"""The part `push` of `make gpu-day`: weights go from this process to a second one, on the same GPU and on a GPU of its own.
+"""The part `push` of `make gpu-day`: weights go from this process to a second one, on the same GPU and on a GPU of
+its own.
 
-NCCL accepts no two processes on one GPU. With one GPU, only a group of one process is made, which broadcasts to itself. In a
-rehearsal on a CPU, gloo takes the place of NCCL, and CUDA IPC is not measured.
+NCCL accepts no two processes on one GPU. With one GPU, only a group of one process is made, which broadcasts to
+itself. In a rehearsal on a CPU, gloo takes the place of NCCL, and CUDA IPC is not measured.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def push(sizes: Sizes) -> Iterator[Row]:
     yield from _to_second_process(same, tensors, where, where, size, sizes.repeats)
     other = torch.device("cuda", 1) if where.type == "cuda" else where
     if where.type == "cuda" and torch.cuda.device_count() < 2:
-        yield {"way": "to a second process", "what": "not measured: this needs two GPUs, and this machine has one"}
+        yield {
+            "way": "to a second process",
+            "what": "not measured: this needs two GPUs, and this machine has one",
+        }
         return
     where = torch.device("cuda", 0) if where.type == "cuda" else where
     makers: dict[str, Callable[[], Any]] = {
@@ -84,12 +88,16 @@ def _to_second_process(
                     seconds.append(time.perf_counter() - start)
                 # The first push loads libraries.
                 row |= _rate(statistics.median(seconds[1:]), size)
-                row["digests"] = "equal" if receiver.digest() == digest_of_all(tensor_specs(tensors)) else "DIFFERENT"
+                row["digests"] = (
+                    "equal" if receiver.digest() == digest_of_all(tensor_specs(tensors)) else "DIFFERENT"
+                )
                 row["passed"] = row["digests"] == "equal"
             yield row | failed
 
 
-def _alone(tensors: list[tuple[str, torch.Tensor]], where: torch.device, size: int, repeats: int) -> Iterator[Row]:
+def _alone(
+    tensors: list[tuple[str, torch.Tensor]], where: torch.device, size: int, repeats: int
+) -> Iterator[Row]:
     """A group whose only rank is this process."""
     row: Row = {"way": NCCL, "devices": str(where), "what": "make and end a group of one process"}
     with refusals(row) as failed:
@@ -104,7 +112,12 @@ def _alone(tensors: list[tuple[str, torch.Tensor]], where: torch.device, size: i
         row |= _rate(figures["seconds"], size)
     yield row | failed
     _, figures = measured(lambda: tensor_specs(tensors), repeats)
-    yield {"way": "digests of the weights", "devices": str(where), "MB": size / 1e6, **_rate(figures["seconds"], size)}
+    yield {
+        "way": "digests of the weights",
+        "devices": str(where),
+        "MB": size / 1e6,
+        **_rate(figures["seconds"], size),
+    }
 
 
 def _channel_of_one(where: torch.device) -> DeviceChannel:
@@ -184,7 +197,9 @@ class _Worker:
         else:
             assert self._segment is not None
             names = {"push": "push", "worker": "rank", "workers": "size", "timeout": "timeout"}
-            incoming = self._segment.pieces(info["chunks"], **{name: info[key] for name, key in names.items()})
+            incoming = self._segment.pieces(
+                info["chunks"], **{name: info[key] for name, key in names.items()}
+            )
         for arrived in incoming:
             self._held |= {name: tensor.to(self._own, copy=True) for name, tensor in arrived}
 

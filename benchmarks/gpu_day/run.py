@@ -7,11 +7,11 @@
     make gpu-day ARGS="slow --only sdpa digests"      (two parts of a call)
     make gpu-day ARGS="broken --rehearse"             (tiny sizes on a CPU, to see that the code runs)
 
-Each part is a function of `broken.py`, `slow.py`, `exact.py` or `parts.py`. It runs in a separate process with a time limit: a part
-that fails or hangs loses only its own remaining rows. The parts of `broken` and of `exact` run beside each other, because they
-measure no time. In the folder `runs/gpu_day`, `PART.jsonl` gets each row as soon as it is measured, `gpu_day.json` and `gpu_day.md`
-are written again after each part, and `PART.log` has its output. Parts that are not in this call
-keep their rows of an earlier call. The exit code is 1 if a part failed.
+Each part is a function of `broken.py`, `slow.py`, `exact.py` or `parts.py`. It runs in a separate process with a time
+limit: a part that fails or hangs loses only its own remaining rows. The parts of `broken` and of `exact` run beside
+each other, because they measure no time. In the folder `runs/gpu_day`, `PART.jsonl` gets each row as soon as it is
+measured, `gpu_day.json` and `gpu_day.md` are written again after each part, and `PART.log` has its output. Parts that
+are not in this call keep their rows of an earlier call. The exit code is 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from typing import Any
 from benchmarks import ROOT, finding_this
 
 WHEELS = ROOT / "build" / "gpu-day-wheels"
-# The packages that the GPU machine lacks. It must have Python 3.12 on Linux x86-64, PyTorch with CUDA and Triton, and the packages
-# that transformers and datasets need (numpy, pandas, pyarrow, tokenizers, huggingface_hub, accelerate, rich). Lockstep itself is
-# imported from src/.
+# The packages that the GPU machine lacks. It must have Python 3.12 on Linux x86-64, PyTorch with CUDA and Triton, and
+# the packages that transformers and datasets need (numpy, pandas, pyarrow, tokenizers, huggingface_hub, accelerate,
+# rich). Lockstep itself is imported from src/.
 CARRIED = ("transformers", "datasets", "dill", "multiprocess", "xxhash", "httpx", "msgspec", "peft", "trl")
 _PYTHON = "3.12"
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
@@ -54,7 +54,8 @@ class Part:
         function: name of the part's function in `parts.py`.
         seconds: time limit of the part.
         columns: columns of the table. The JSON file has all figures.
-        size: index in `Sizes.tokens` for the part `learning`; the share of the part `runs`; the row of `faults` and `gaps`.
+        size: index in `Sizes.tokens` for the part `learning`; the share of the part `runs`; the row of `faults` and
+            `gaps`.
         file: the module with the function.
     """
 
@@ -74,9 +75,13 @@ _FAULTS = ("dtype", "injected", "caught", "exit code", "what", "is", "passed")
 BROKEN = {
     "machine": Part("The machine", "machine", 60, ("what", "is")),
     "interfaces": Part("What must be there", "interfaces", 120, _TOLD, file="broken"),
-    "suite": Part("The project's tests on this device", "suite", 270, ("what", "is", "frames"), file="broken"),
+    "suite": Part(
+        "The project's tests on this device", "suite", 270, ("what", "is", "frames"), file="broken"
+    ),
     **{
-        f"runs-{number}": Part("Runs of three steps", "runs", 240, ("run", "gap", "loss", "device"), number, "broken")
+        f"runs-{number}": Part(
+            "Runs of three steps", "runs", 240, ("run", "gap", "loss", "device"), number, "broken"
+        )
         for number in range(3)
     },
     "proofs": Part("lockstep verify", "proofs", 240, _PROOFS, file="broken"),
@@ -97,7 +102,9 @@ SLOW = {
         ("pack", "way", "first pack", "ms of a new pack", "ms again", "ms of the plan", "launches"),
         file="slow",
     ),
-    "digests": Part("Digests of weights on the device", "digests", 40, ("way", "MB", "seconds", "GB/s"), file="slow"),
+    "digests": Part(
+        "Digests of weights on the device", "digests", 40, ("way", "MB", "seconds", "GB/s"), file="slow"
+    ),
     "timeline": Part("The learning half of a step of 0.5B", "timeline", 100, _STEP, file="slow"),
     "variants": Part(
         "FlexAttention's compiled variants",
@@ -148,7 +155,9 @@ MORE = {
         240,
         ("pack", "tokens", "dtype", "way", "values", "gradients", *_COST),
     ),
-    "chain": Part("The same for one text without branches", "chain", 200, ("work", "way", "gradients", *_COST)),
+    "chain": Part(
+        "The same for one text without branches", "chain", 200, ("work", "way", "gradients", *_COST)
+    ),
     "learning-1024": Part("The learning half of a step beside TRL's", "learning", 120, _LEARNING, 0),
     "learning-8192": Part("The same with longer completions", "learning", 200, _LEARNING, 1),
     "learning-32768": Part("The same with the longest completions", "learning", 400, _LEARNING, 2),
@@ -158,7 +167,9 @@ MORE = {
         200,
         ("way", "what", "devices", "MB", "seconds", "GB/s", "digests"),
     ),
-    "host": Part("Host cost, microseconds of processor time per sampled token", "host", 150, ("work", "µs per token")),
+    "host": Part(
+        "Host cost, microseconds of processor time per sampled token", "host", 150, ("work", "µs per token")
+    ),
 }
 CALLS = {"broken": BROKEN, "slow": SLOW, "exact": EXACT, "more": MORE}
 PARTS = {name: part for parts in CALLS.values() for name, part in parts.items()}
@@ -169,13 +180,19 @@ _BESIDE = {"broken": 6, "exact": 2}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("call", choices=CALLS, nargs="?", default="broken")
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--seconds", type=float, default=280, help="time limit of all parts together")
     parser.add_argument("--folder", type=Path, default=Path("runs/gpu_day"))
-    parser.add_argument("--wheels", type=Path, default=WHEELS, help="folder of wheels that this machine needs")
-    parser.add_argument("--collect-wheels", action="store_true", help="download them into that folder, and stop")
+    parser.add_argument(
+        "--wheels", type=Path, default=WHEELS, help="folder of wheels that this machine needs"
+    )
+    parser.add_argument(
+        "--collect-wheels", action="store_true", help="download them into that folder, and stop"
+    )
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -193,14 +210,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 unpack(args.wheels, Path(site))
             except subprocess.SubprocessError as error:
-                print(f"the wheels of {args.wheels} do not fit this Python, so its own packages are used: {error}")
+                print(
+                    f"the wheels of {args.wheels} do not fit this Python, so its own packages are used: {error}"
+                )
         names = args.only or list(CALLS[args.call])
         if args.call in _BESIDE:
             # Parts that run beside each other share the processor.
             os.environ["OMP_NUM_THREADS"] = "2"
         with ThreadPoolExecutor(1 if args.rehearse else _BESIDE.get(args.call, 1)) as beside:
             ended = list(
-                beside.map(lambda name: run_apart(name, args.folder, site, end, rehearse=args.rehearse), names)
+                beside.map(
+                    lambda name: run_apart(name, args.folder, site, end, rehearse=args.rehearse), names
+                )
             )
     print(f"\nwritten to {args.folder}/gpu_day.md, gpu_day.json, and per part PART.jsonl and PART.log")
     return 0 if all(ended) else 1
@@ -244,7 +265,9 @@ def run_apart(name: str, folder: Path, site: str, end: float, *, rehearse: bool)
         write(folder, name, {"status": status, "part seconds": time.monotonic() - start})
     with _WRITING:
         found = read(folder)
-        (folder / "gpu_day.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / "gpu_day.json").write_text(
+            json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
         (folder / "gpu_day.md").write_text(
             "\n".join(table(own, found[own]) for own in PARTS if own in found), encoding="utf-8"
         )
@@ -255,7 +278,9 @@ def run_apart(name: str, folder: Path, site: str, end: float, *, rehearse: bool)
 def _outcome(command: Sequence[str], log: Path, environment: Mapping[str, str], limit: float) -> str:
     """Run a process until it ends or reaches its time limit. Returns how it ended."""
     with log.open("wb") as output:
-        part = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+        part = subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
         try:
             code = part.wait(limit)
         except subprocess.TimeoutExpired:
@@ -272,12 +297,17 @@ def _outcome(command: Sequence[str], log: Path, environment: Mapping[str, str], 
 def _environment(site: str) -> dict[str, str]:
     paths = [site, str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     # HF_HUB_OFFLINE: otherwise libraries would wait for a hub that cannot be reached.
-    given = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    given = {
+        "HF_HUB_OFFLINE": "1",
+        "TQDM_DISABLE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
     path = os.pathsep.join(path for path in paths if path)
     return finding_this({**os.environ, **given, "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": path})
 
 
-# ---- wheels ----------------------------------------------------------------------------------------------------------
+# ---- wheels ------------------------------------------------------------------------------------------------------
 
 
 def collect(folder: Path) -> list[Path]:
@@ -288,7 +318,15 @@ def collect(folder: Path) -> list[Path]:
         version = importlib.metadata.version(name)
         if not list(folder.glob(f"{name}-{version}-*.whl")):
             where = [word for platform in _PLATFORMS for word in ("--platform", platform)]
-            what = ["--no-deps", "--only-binary", ":all:", "--implementation", "cp", "--python-version", _PYTHON]
+            what = [
+                "--no-deps",
+                "--only-binary",
+                ":all:",
+                "--implementation",
+                "cp",
+                "--python-version",
+                _PYTHON,
+            ]
             _pip("download", "--dest", str(folder), *what, *where, f"{name}=={version}")
         kept += folder.glob(f"{name}-{version}-*.whl")
     for other in set(folder.glob("*.whl")) - set(kept):
@@ -316,7 +354,7 @@ def _pip(command: str, *arguments: str) -> None:
     subprocess.run(line, check=True, timeout=300)
 
 
-# ---- rows -------------------------------------------------------------------------------------------------------------
+# ---- rows --------------------------------------------------------------------------------------------------------
 
 
 def write(folder: Path, name: str, row: Row) -> None:

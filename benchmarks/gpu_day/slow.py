@@ -36,11 +36,14 @@ def seconds_of(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-# ---- attention -----------------------------------------------------------------------------------------------------------
+# ---- attention
+# -----------------------------------------------------------------------------------------------------------
 
 
 def sdpa(sizes: Sizes) -> Iterator[Row]:
-    """Attention of one layer over packs whose lengths were never seen, forward and backward; and again over the same pack."""
+    """Attention of one layer over packs whose lengths were never seen, forward and backward; and again over the same
+    pack.
+    """
     from lockstep.learn.attention import flex as flex_attention
     from lockstep.learn.attention.blocks import TreeAttention
 
@@ -61,7 +64,7 @@ def sdpa(sizes: Sizes) -> Iterator[Row]:
                     make: Any
                     if way.startswith(("paths", "blocks")):
                         only = way.startswith("blocks")
-                        make = lambda ends=ends, only=only: TreeAttention.of(ends, where, dtype, only_blocks=only)  # noqa: E731
+                        make = partial(TreeAttention.of, ends, where, dtype, only_blocks=only)
                     elif way == "FlexAttention":
                         make = lambda ends=ends: flex_attention.block_mask(ends, where)  # noqa: E731
                     else:
@@ -94,7 +97,9 @@ def _ends(count: int, tokens: int, draw: torch.Generator) -> tuple[torch.Tensor,
     return ends, [prompt, *lengths]
 
 
-def _both(way: str, plan: Any, ends: torch.Tensor, where: torch.device, dtype: torch.dtype, heads: Any) -> None:
+def _both(
+    way: str, plan: Any, ends: torch.Tensor, where: torch.device, dtype: torch.dtype, heads: Any
+) -> None:
     from lockstep.learn.attention import flex as flex_attention
 
     def drawn(many: int, size: int, rows: int = 1) -> torch.Tensor:
@@ -141,8 +146,8 @@ def variants(sizes: Sizes) -> Iterator[Row]:
             row: Row = {"heads": f"{heads} over {keys} of {width}", "dtype": str(dtype)}
             with told(row):
                 row["seconds"] = seconds_of(
-                    lambda heads=heads, keys=keys, width=width, dtype=dtype: flex_attention.prove_flex_attention(
-                        (heads, keys), width, where, dtype
+                    lambda heads=heads, keys=keys, width=width, dtype=dtype: (
+                        flex_attention.prove_flex_attention((heads, keys), width, where, dtype)
                     )
                 )
                 counters = torch._dynamo.utils.counters
@@ -167,7 +172,8 @@ def _flex_memory(heads: int, keys: int, width: int, dtype: torch.dtype, where: t
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-# ---- digests -------------------------------------------------------------------------------------------------------------
+# ---- digests
+# -------------------------------------------------------------------------------------------------------------
 
 
 def digests(sizes: Sizes) -> Iterator[Row]:
@@ -203,7 +209,8 @@ def digests(sizes: Sizes) -> Iterator[Row]:
         yield row
 
 
-# ---- a step --------------------------------------------------------------------------------------------------------------
+# ---- a step
+# --------------------------------------------------------------------------------------------------------------
 
 SHAPE_HALF_B = {
     "vocab_size": 151_936,
@@ -217,7 +224,9 @@ SHAPE_HALF_B = {
 
 
 def timeline(sizes: Sizes) -> Iterator[Row]:
-    """The learning half of a step of a model of 0.5B, by phase; kernels and how long the GPU computes; beside TRL's step."""
+    """The learning half of a step of a model of 0.5B, by phase; kernels and how long the GPU computes; beside TRL's
+    step.
+    """
     from benchmarks.against_trl import play
     from benchmarks.against_trl.workloads import workload, write_rollouts
 

@@ -3,9 +3,10 @@
     make host-cost   (four sizes, up to 1,024 completions of 4,096 tokens)
 
 The engine's answers, log-probs and entropies are random numbers. All other code is that of a run: it turns answers into
-completions, checks them, sends them to another rank, scores, prepares and packs them, learns from them, and writes receipt and
-log. The method is GRPO with a reference model and an entropy threshold, so that every pass takes place: policy and reference
-model score each completion once before the optimizer step. The model takes no time. Each cost is counted in one row only.
+completions, checks them, sends them to another rank, scores, prepares and packs them, learns from them, and writes
+receipt and log. The method is GRPO with a reference model and an entropy threshold, so that every pass takes place:
+policy and reference model score each completion once before the optimizer step. The model takes no time. Each cost is
+counted in one row only.
 """
 
 from __future__ import annotations
@@ -51,7 +52,14 @@ from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
 from lockstep.rollouts.rewards import RewardLog, RewardScorer
-from lockstep.rollouts.wire import decode, encode, groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
+from lockstep.rollouts.wire import (
+    decode,
+    encode,
+    groups_from_wire,
+    groups_to_wire,
+    scores_from_wire,
+    scores_to_wire,
+)
 from lockstep.run.files.logs import rows_of
 from lockstep.run.files.rollouts import keep_rollouts
 from lockstep.run.metrics import interruption_metrics, rollout_metrics, staleness_metrics
@@ -114,7 +122,10 @@ class RowClock:
 
 
 class Tokenizer:
-    """A tokenizer whose decoding is counted in a row of its own. It is `real`, or the tokenizer of the packaged model."""
+    """A tokenizer whose decoding is counted in a row of its own.
+
+    It is `real`, or the tokenizer of the packaged model.
+    """
 
     def __init__(self, watch: RowClock, real: Any = None) -> None:
         from transformers import AutoTokenizer
@@ -212,7 +223,9 @@ def from_server(request: GenerationRequest, length: int, vocabulary: int, watch:
     with watch.row(_NOT_COUNTED):
         ids, logps = made_up_tokens(request, length, vocabulary)
         name, span = "request/1", [{"version": "mine", "start": 0, "end": length}]
-        content = [{"token_id": i, "token": f"token_id:{i}", "logprob": p} for i, p in zip(ids, logps, strict=True)]
+        content = [
+            {"token_id": i, "token": f"token_id:{i}", "logprob": p} for i, p in zip(ids, logps, strict=True)
+        ]
         choice = {
             "token_ids": ids,
             "finish_reason": "length",
@@ -235,7 +248,11 @@ def from_vllm(request: GenerationRequest, length: int, vocabulary: int, watch: R
         entries = [{i: Logprob(p, 1, None)} for i, p in zip(ids, logps, strict=True)]
         stamps = [SimpleNamespace(version=str(_VERSION), start=0, end=length)]
         sample = SimpleNamespace(
-            token_ids=ids, logprobs=entries, finish_reason="length", weight_versions=stamps, sampling_mask=None
+            token_ids=ids,
+            logprobs=entries,
+            finish_reason="length",
+            weight_versions=stamps,
+            sampling_mask=None,
         )
         prompt = request.prompt_ids.tolist()
         output: Any = SimpleNamespace(outputs=[sample], prompt_token_ids=prompt, lora_request=None)
@@ -271,7 +288,9 @@ def step(completions: int, length: int, tokenizer: Tokenizer, watch: RowClock, f
     requests = [GenerationRequest(key, prompts[n // _GROUP].ids, sampling, n) for n, key in enumerate(keys)]
     completed = [from_server(request, length, tokenizer.size, watch) for request in requests]
     if vllm_installed():
-        assert all(from_vllm(r, length, tokenizer.size, watch) == c for r, c in zip(requests, completed, strict=True))
+        assert all(
+            from_vllm(r, length, tokenizer.size, watch) == c for r, c in zip(requests, completed, strict=True)
+        )
     engine = Answers(completed)
     with watch.row("requests, checks, groups"):
         groups = collect(
@@ -314,7 +333,9 @@ def learn(groups: list[RolloutGroup], config: GRPOConfig, watch: RowClock, folde
         generation, scored, sequences = preparation.generation(policy, groups, _VERSION)
         assert scored is not None
         proofs.expected = advantage_proof(objective, groups, sequences, reward_weights=())
-        proofs.sampled = sampled_tokens(groups, scored.logps, config.completions_per_micro_batch, own_forward=True)
+        proofs.sampled = sampled_tokens(
+            groups, scored.logps, config.completions_per_micro_batch, own_forward=True
+        )
         size = config.gradient_accumulation_steps
         prepared = preparation.step(policy, generation.step(0, size), moved=False)
         generation = generation.with_step(0, size, prepared)
@@ -349,12 +370,17 @@ def measured(size: str, tokenizer_of: Callable[[RowClock], Tokenizer]) -> dict[s
         gc.collect()
         with tempfile.TemporaryDirectory() as folder:
             step(completions, length, tokenizer, watch, folder)
-        found.append({row: 1e6 * watch.seconds[row] / (completions * length) for row in ROWS if row in watch.seconds})
+        found.append(
+            {row: 1e6 * watch.seconds[row] / (completions * length) for row in ROWS if row in watch.seconds}
+        )
     return {row: statistics.median(each[row] for each in found) for row in found[0]}
 
 
 def total(figures: dict[str, float]) -> float:
-    """The sum for one run. A run has either a server or vLLM in its own process. The more expensive of the two counts."""
+    """The sum for one run.
+
+    A run has either a server or vLLM in its own process. The more expensive of the two counts.
+    """
     # If vLLM is not installed, only the answers of a server were measured.
     ways = [figures[row] for row in (ROWS[0], _IN_PROCESS) if row in figures]
     return sum(figures.values()) - sum(ways) + max(ways)
@@ -370,8 +396,12 @@ def table(figures: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default=SIZES, help="completions x tokens per completion, separated by commas")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes", default=SIZES, help="completions x tokens per completion, separated by commas"
+    )
     parser.add_argument("--json", type=Path, default=Path("runs/bench/host_cost.json"))
     parser.add_argument("--plot", type=Path, help="where to draw the table (docs/figures/host_cost.svg)")
     args = parser.parse_args()

@@ -31,7 +31,8 @@ def drawing(figures: Mapping[str, Mapping[str, float]], rows: Sequence[str]) -> 
     """
     highest = max(sum(found[row] for row in rows) for found in figures.values())
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
+        f'font-family="sans-serif" font-size="11">',
         f'<text x="{_MARGIN}" y="16">microseconds per sampled token, by completions x tokens of each</text>',
     ]
     for place, (size, found) in enumerate(figures.items()):

@@ -3,9 +3,9 @@
     make start-up                                          (warm files, a quiet machine)
     make start-up ARGS="--runs 5 -- --recipe agent"
 
-Each run is a separate process (`start_up_inside.py`), in a new output directory. The first run brings the files into the cache of
-the operating system, and is not counted. A stage lasts until the next stage begins. Prints the median of each stage, in seconds and
-in processor seconds of all cores. Writes `runs/bench/start_up.json` (machine, every run).
+Each run is a separate process (`start_up_inside.py`), in a new output directory. The first run brings the files into
+the cache of the operating system, and is not counted. A stage lasts until the next stage begins. Prints the median of
+each stage, in seconds and in processor seconds of all cores. Writes `runs/bench/start_up.json` (machine, every run).
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ Stage = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=3, help="measured runs, after one that is not measured")
     parser.add_argument("--json", type=Path, default=Path("runs/bench/start_up.json"))
     parser.add_argument("command", nargs="*", default=_WORDS, help="the training command, after --")
@@ -50,7 +52,8 @@ def main() -> None:
         )
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(
-        json.dumps({"machine": machine, "command": args.command, "runs": runs}, indent=1) + "\n", encoding="utf-8"
+        json.dumps({"machine": machine, "command": args.command, "runs": runs}, indent=1) + "\n",
+        encoding="utf-8",
     )
 
 
@@ -80,10 +83,15 @@ def stages(command: list[str]) -> list[Stage]:
                 timeout=_LONGEST,
                 check=False,
             )
-        found = [json.loads(line) for line in noted.read_text(encoding="utf-8").splitlines()] if noted.exists() else []
+        found = (
+            [json.loads(line) for line in noted.read_text(encoding="utf-8").splitlines()]
+            if noted.exists()
+            else []
+        )
         if not found or found[-1]["stage"] != FIRST_TOKEN:
             raise SystemExit(
-                f"the command ended with {done.returncode} and sampled nothing:\n{log.read_text(encoding='utf-8')[-3000:]}"
+                f"the command ended with {done.returncode} and sampled "
+                f"nothing:\n{log.read_text(encoding='utf-8')[-3000:]}"
             )
     return [{**stage, "at": stage["at"] - began} for stage in found]
 
@@ -91,8 +99,8 @@ def stages(command: list[str]) -> list[Stage]:
 def figures(runs: list[list[Stage]]) -> list[Stage]:
     """The median of each stage: when it begins, how long it lasts until the next one begins, and its processor seconds.
 
-    All runs must have the same stages in the same order. If a stage begins with a new process, its processor seconds are those of
-    this process.
+    All runs must have the same stages in the same order. If a stage begins with a new process, its processor seconds
+    are those of this process.
     """
     names = [[stage["stage"] for stage in run] for run in runs]
     assert all(own == names[0] for own in names), "the runs had different stages"

@@ -1,8 +1,9 @@
 """Runs a `lockstep` command until its first sampled token, and records when each stage begins.
 
-`start_up.py` starts it with the words of the command. It writes one line of JSON per stage to the file that the environment
-variable `LOCKSTEP_STAGES` names: the time, the processor seconds of this process and its children, and the name of the stage. Like
-the real command, it starts itself again and forks. All its processes write to the same file.
+`start_up.py` starts it with the words of the command. It writes one line of JSON per stage to the file that the
+environment variable `LOCKSTEP_STAGES` names: the time, the processor seconds of this process and its children, and
+the name of the stage. Like the real command, it starts itself again and forks. All its processes write to the same
+file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def note(stage: str) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-# Packages that only a developer's environment has (`make dev`). Libraries would import them, and would take longer to start.
+# Packages that only a developer's environment has (`make dev`). Libraries would import them, and would take longer to
+# start.
 _DEVELOPERS_ONLY = ("bitsandbytes", "triton", "liger_kernel")
 
 

@@ -3,11 +3,11 @@
     git worktree add ../before COMMIT
     make two-trees ARGS="--other ../before"     (six minutes on two cores)
 
-Both processes train the recipe with the same seed and the same packages; each imports `src/` of its own tree, with vLLM in the
-process. Only one takes a step at a time: while one works, the other waits for a line. The order changes with every pair, so that
-what the machine does meanwhile falls on both. Prints for each pair the seconds of both, and at the end the median of the ratios
-(this tree / the other) with its 95 % interval from order statistics. Losses and gradient norms are compared too: `equal` says
-whether both trees printed the same figures in every step.
+Both processes train the recipe with the same seed and the same packages; each imports `src/` of its own tree, with
+vLLM in the process. Only one takes a step at a time: while one works, the other waits for a line. The order changes
+with every pair, so that what the machine does meanwhile falls on both. Prints for each pair the seconds of both, and
+at the end the median of the ratios (this tree / the other) with its 95 % interval from order statistics. Losses and
+gradient norms are compared too: `equal` says whether both trees printed the same figures in every step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _SAME = ("loss", "grad_norm", "reward")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--other", type=Path, required=True, metavar="TREE", help="the checkout to compare with")
+    parser.add_argument(
+        "--other", type=Path, required=True, metavar="TREE", help="the checkout to compare with"
+    )
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--json", type=Path, default=Path("runs/bench/two_trees.json"))
     args = parser.parse_args()
@@ -52,7 +54,10 @@ def measure(this: Path, other: Path, pairs: int) -> list[dict[str, Any]]:
     """Take `pairs` steps of both trees in turn. Each row has the step's seconds and figures of both."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        sides = {name: _started(tree, Path(folder) / name, pairs) for name, tree in (("this", this), ("other", other))}
+        sides = {
+            name: _started(tree, Path(folder) / name, pairs)
+            for name, tree in (("this", this), ("other", other))
+        }
         try:
             for step in range(_WARM_UP + pairs):
                 order = list(sides) if step % 2 else list(sides)[::-1]

@@ -38,7 +38,14 @@ def main() -> None:
 
     assert Path(lockstep.__file__).is_relative_to(tree), f"{lockstep.__file__} is not of {tree}"
     quiet_libraries()
-    line = ["--config", str(tree / "recipes" / "arithmetic.yaml"), "--max_steps", steps, "--output_dir", folder]
+    line = [
+        "--config",
+        str(tree / "recipes" / "arithmetic.yaml"),
+        "--max_steps",
+        steps,
+        "--output_dir",
+        folder,
+    ]
     line += ["--save_strategy", "no", "--eval_strategy", "no", "--disable_tqdm", "True"]
     arguments, config = build(read(line, "grpo"), lockstep.GRPOConfig, RunArguments)
     data = data_of(arguments)

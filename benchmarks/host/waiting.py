@@ -1,20 +1,21 @@
-"""Measure whether a training step is slower after the trainer has waited: steps of workload `short`, a wait, and steps again.
+"""Measure whether a training step is slower after the trainer has waited: steps of workload `short`, a wait, and
+steps again.
 
     make waiting                                        (ten minutes, on a quiet machine)
     make waiting ARGS="--wait 30 --memory kept"
 
-A trainer waits for slow rewards, evaluations and servers. During the wait it may lose memory that it has freed: under a hypervisor,
-Linux reports free memory to the host. The host takes this memory away, and gives it back when it is used again. The program takes
-Lockstep's steps (`against_trl/play.py`) in one process, and prints for each step:
+A trainer waits for slow rewards, evaluations and servers. During the wait it may lose memory that it has freed: under
+a hypervisor, Linux reports free memory to the host. The host takes this memory away, and gives it back when it is
+used again. The program takes Lockstep's steps (`against_trl/play.py`) in one process, and prints for each step:
 
     faults: pages that the kernel had to give to the process in this step
     resident, huge: memory of the process before the step, and the part of it in huge pages
     reported: memory that Linux has reported to its host as free since the step before (if the system counts it)
     MHz: the clock of the first core after the step, as the kernel reports it
 
-`--memory` says what the C library does with freed memory: `returned` (it goes back to Linux, the library's default; with huge
-pages) or `kept` (the setting of `lockstep` commands, `cli/process.py`). Each setting runs in a separate process, one after
-the other. Writes `runs/bench/waiting.json`.
+`--memory` says what the C library does with freed memory: `returned` (it goes back to Linux, the library's default;
+with huge pages) or `kept` (the setting of `lockstep` commands, `cli/process.py`). Each setting runs in a separate
+process, one after the other. Writes `runs/bench/waiting.json`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,12 @@ Step = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4, help="measured steps before each wait and after the last one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4, help="measured steps before each wait and after the last one"
+    )
     parser.add_argument("--wait", type=float, default=100.0, help="seconds of each wait")
     parser.add_argument("--waits", type=int, default=2)
     parser.add_argument("--memory", nargs="*", choices=MEMORY, default=list(MEMORY))
@@ -101,18 +106,25 @@ def reported_bytes() -> int:
 
 def clock() -> float:
     """MHz of the first core, as the kernel reports it; 0 if it does not report it."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    lines = (
+        Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if Path("/proc/cpuinfo").exists()
+        else []
+    )
     return next((float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")), 0.0)
 
 
 def line(memory: str, step: Step) -> str:
     """The printed line of a step."""
     before, after = step["memory"]["before"], step["memory"]["after"]
-    phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in step["phases"].items() if seconds >= 0.05)
+    phases = ", ".join(
+        f"{phase} {seconds:.2f}" for phase, seconds in step["phases"].items() if seconds >= 0.05
+    )
     return (
         f"  {memory:9}{'after a wait' if step['after_wait'] else '':13} {step['step']:6.2f} s ({phases}); "
         f"{after['faults'] - before['faults']} faults, resident {before['resident'] / 2**30:.2f} GiB, huge "
-        f"{before['huge'] / 2**30:.2f}, peak {step['peak_bytes'] / 2**30:.2f}; reported {step['reported'] / 2**30:.2f} GiB; "
+        f"{before['huge'] / 2**30:.2f}, peak {step['peak_bytes'] / 2**30:.2f}; reported "
+        f"{step['reported'] / 2**30:.2f} GiB; "
         f"{step['mhz']:.0f} MHz"
     )
 

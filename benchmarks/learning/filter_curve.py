@@ -4,9 +4,10 @@
     make filter-curve ARGS="--regex"               (a regular expression that forces one token in four)
 
 The task is that of `methods.py`: repeat the letter that the prompt names. Here a completion has 32 tokens. The first
-run is Lockstep without changes. The second run is a trainer that ignores the filters: this file patches Lockstep so that it uses
-log-probs over the whole vocabulary and does not check the gap. With `--regex`, every fourth token of the first run must be an `h`,
-and the second run has no expression. Prints one table per run. (docs/internals/methods-measured.md)
+run is Lockstep without changes. The second run is a trainer that ignores the filters: this file patches Lockstep so
+that it uses log-probs over the whole vocabulary and does not check the gap. With `--regex`, every fourth token of the
+first run must be an `h`, and the second run has no expression. Prints one table per run.
+(docs/internals/methods-measured.md)
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ _COLUMNS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--regex", action="store_true", help="learn with a regular expression in place of top-p")
+    parser.add_argument(
+        "--regex", action="store_true", help="learn with a regular expression in place of top-p"
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--top-p", type=float, default=0.9)
-    parser.add_argument("--correction", default="sequence_truncate", help="vllm_importance_sampling_mode of both runs")
+    parser.add_argument(
+        "--correction", default="sequence_truncate", help="vllm_importance_sampling_mode of both runs"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
@@ -82,7 +87,10 @@ def print_table(found: Sequence[Mapping[str, float]]) -> None:
     for start in range(0, len(found), size):
         part = found[start : start + size]
         values = [sum(entry[name] for entry in part) / len(part) for name in shown.values()]
-        print(f"{start + 1}–{start + len(part)}".rjust(9) + "".join(f"{value:11.3g}" for value in values), flush=True)
+        print(
+            f"{start + 1}–{start + len(part)}".rjust(9) + "".join(f"{value:11.3g}" for value in values),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

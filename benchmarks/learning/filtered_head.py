@@ -1,12 +1,14 @@
-"""Compare forward and backward over kept ids with those over the whole vocabulary, for the output head and for the whole model.
+"""Compare forward and backward over kept ids with those over the whole vocabulary, for the output head and for the
+whole model.
 
     make filtered-head                       (two minutes)
     make filtered-head ARGS="--rows 2048"
 
-The packaged 135M model samples 8 completions at temperature 1. Its hidden states before the sampled tokens are the input: 512 rows.
-Each filter keeps the ids that it would keep in an engine. Both ways run in turn, and the smallest of `--repeats` times counts. Both
-compute the gradient of the whole weight matrix of the head. "learning" is the forward and backward of the whole model over the same
-completions, in one pack, as a training step computes it. (docs/internals/methods-measured.md)
+The packaged 135M model samples 8 completions at temperature 1. Its hidden states before the sampled tokens are the
+input: 512 rows. Each filter keeps the ids that it would keep in an engine. Both ways run in turn, and the smallest of
+`--repeats` times counts. Both compute the gradient of the whole weight matrix of the head. "learning" is the forward
+and backward of the whole model over the same completions, in one pack, as a training step computes it.
+(docs/internals/methods-measured.md)
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ COMPLETIONS, CHUNK = 8, 512
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=512, help="sampled tokens")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--entropy", action="store_true", help="compute a gradient of the entropy, too")
@@ -59,7 +63,8 @@ def main() -> None:
         ours, theirs = fastest(ways, head, args.repeats)
         size = len(kept.ids) / args.rows
         print(
-            f"{name}: {size:.0f} ids per token, {1e3 * ours:.0f} ms, whole head {1e3 * theirs:.0f} ms, {theirs / ours:.1f} times",
+            f"{name}: {size:.0f} ids per token, {1e3 * ours:.0f} ms, whole head {1e3 * theirs:.0f} ms, "
+            f"{theirs / ours:.1f} times",
             flush=True,
         )
         both = learning(model, sampled, start, kept, targets), learning(model, sampled, start, None, targets)
@@ -72,19 +77,28 @@ def main() -> None:
 
 @torch.no_grad()
 def states(rows: int) -> tuple[Any, torch.Tensor, int, torch.Tensor, torch.Tensor]:
-    """The model, its completions, their start, and for each sampled token the hidden state (rows, width) and logits (rows, V)."""
+    """The model, its completions, their start, and for each sampled token the hidden state (rows, width) and logits
+    (rows, V).
+    """
     path = resolve_model("smollm2-135m-instruct")
     model, tokenizer = (
         load_files(AutoModelForCausalLM, path, dtype=torch.float32),
         load_files(AutoTokenizer, path),
     )
     messages = [{"role": "user", "content": PROMPT}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     prompt = ids["input_ids"]
     torch.manual_seed(0)
     count = rows // COMPLETIONS
     sampled = model.generate(
-        prompt.repeat(COMPLETIONS, 1), do_sample=True, top_k=0, top_p=1.0, min_new_tokens=count, max_new_tokens=count
+        prompt.repeat(COMPLETIONS, 1),
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        min_new_tokens=count,
+        max_new_tokens=count,
     )
     hidden = model.base_model(input_ids=sampled).last_hidden_state[:, prompt.shape[1] - 1 : -1].flatten(0, 1)
     return model, sampled, prompt.shape[1], hidden.clone(), model.get_output_embeddings()(hidden)
@@ -127,8 +141,12 @@ def whole(head: torch.nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, en
     return loss
 
 
-def learning(model: Any, sampled: torch.Tensor, start: int, kept: KeptSets | None, targets: torch.Tensor) -> Way:
-    """Learning with the whole model: over the sampled ids, or with kept sets over ids that were drawn from these sets."""
+def learning(
+    model: Any, sampled: torch.Tensor, start: int, kept: KeptSets | None, targets: torch.Tensor
+) -> Way:
+    """Learning with the whole model: over the sampled ids, or with kept sets over ids that were drawn from these
+    sets.
+    """
     length, sequences = sampled.shape[1] - start, []
     for i, row in enumerate(sampled.numpy()):
         own = slice(i * length, (i + 1) * length)

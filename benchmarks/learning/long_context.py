@@ -1,14 +1,15 @@
-"""Measure forward and backward over packs of up to 32,768 tokens: peak memory, time per token, and the error of the gradients.
+"""Measure forward and backward over packs of up to 32,768 tokens: peak memory, time per token, and the error of the
+gradients.
 
     make long-context                          (one core: about four minutes)
     make long-context ARGS="--longest 8192"    (a quick look)
 
-There are two kinds of packs, each in five sizes: one text without branches, and a prompt with 8 completions (1,024 + 8 × 4,096
-tokens at the largest). The model is a random Llama in float32 on a CPU, with one thread. Every point runs in a separate process.
-Peak memory is the largest resident memory of the process in forward and backward, minus the resident memory before. The number of
-operations is computed: 6 per weight and position (2 forward, 4 backward), and 14 per visible pair, unit of width and layer
-(2 products forward; 5 backward, because attention scores are computed again). The reference scores each sequence in a separate row
-with PyTorch's causal attention.
+There are two kinds of packs, each in five sizes: one text without branches, and a prompt with 8 completions (1,024 +
+8 × 4,096 tokens at the largest). The model is a random Llama in float32 on a CPU, with one thread. Every point runs
+in a separate process. Peak memory is the largest resident memory of the process in forward and backward, minus the
+resident memory before. The number of operations is computed: 6 per weight and position (2 forward, 4 backward), and
+14 per visible pair, unit of width and layer (2 products forward; 5 backward, because attention scores are computed
+again). The reference scores each sequence in a separate row with PyTorch's causal attention.
 
 Prints a table and writes `runs/bench/long_context.json` and `.svg`. (docs/internals/speed.md)
 """
@@ -43,7 +44,9 @@ COLOURS = {"one text": "#1f6feb", "branches": "#d29922"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of the longest text")
     parser.add_argument("--point", nargs=3, metavar=("KIND", "SIZE", "TASK"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -84,7 +87,10 @@ def new_model() -> LlamaForCausalLM:
 
 
 def sequences(kind: str, size: int) -> list[TrainingSequence]:
-    """The sequences of a pack. A text without branches has `size` positions. A prompt with completions has 33/32 × `size`."""
+    """The sequences of a pack.
+
+    A text without branches has `size` positions. A prompt with completions has 33/32 × `size`.
+    """
     draw = torch.Generator().manual_seed(size)
 
     def ids(count: int) -> tuple[int, ...]:
@@ -130,7 +136,9 @@ def measured(kind: str, size: int) -> dict[str, Any]:
 
 def resident_bytes() -> int:
     line = next(
-        line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith("VmRSS")
+        line
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        if line.startswith("VmRSS")
     )
     return int(line.split()[1]) * 1024
 
@@ -151,12 +159,16 @@ def compared(kind: str, size: int) -> dict[str, float]:
         logits = plain(ids[:, :-1], use_cache=False).logits[0, first - 1 :]
         logps = logits.log_softmax(-1).gather(1, ids[0, first:, None])[:, 0]
         (logps * weight).sum().backward()
-    gradients = [torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (model, plain)]
+    gradients = [
+        torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (model, plain)
+    ]
     return {"distance": float((gradients[0] - gradients[1]).norm() / gradients[1].norm())}
 
 
 def growth(points: Sequence[dict[str, Any]]) -> float:
-    """Seconds per operation at the longest pack, divided by seconds per operation at a pack of an eighth of its size."""
+    """Seconds per operation at the longest pack, divided by seconds per operation at a pack of an eighth of its
+    size.
+    """
     first, last = points[-4], points[-1]
     return (last["seconds"] / last["operations"]) / (first["seconds"] / first["operations"])
 
@@ -169,12 +181,18 @@ def table(found: dict[str, Any]) -> str:
     ]
     for kind, points in found["points"].items():
         for p in points:
-            per_token = f"{p['bytes'] / p['positions'] / 1024:.1f} | {p['seconds']:.1f} | {1e6 * p['seconds'] / p['positions']:.0f}"
+            per_token = (
+                f"{p['bytes'] / p['positions'] / 1024:.1f} | {p['seconds']:.1f} | "
+                f"{1e6 * p['seconds'] / p['positions']:.0f}"
+            )
             rate = f"{p['operations'] / p['seconds'] / 1e9:.0f}"
-            lines.append(f"| {kind} | {p['positions']:,} | {p['bytes'] / 2**20:.0f} MiB | {per_token} | {rate} |")
+            lines.append(
+                f"| {kind} | {p['positions']:,} | {p['bytes'] / 2**20:.0f} MiB | {per_token} | {rate} |"
+            )
     for kind, points in found["points"].items():
         lines.append(
-            f"{kind}: from an eighth of its size to the longest pack, time per operation grows to {growth(points):.2f} ×;"
+            f"{kind}: from an eighth of its size to the longest pack, time per operation grows to "
+            f"{growth(points):.2f} ×;"
         )
         lines.append(f"    relative distance from the reference gradients {found['gradients'][kind]:.1e}")
     return "\n".join(lines)

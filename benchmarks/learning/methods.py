@@ -1,14 +1,17 @@
-"""Show that every method learns: a tiny random model learns a task that it cannot do at first. There is one curve per method.
+"""Show that every method learns: a tiny random model learns a task that it cannot do at first.
+
+There is one curve per method.
 
     make learning      (two cores, no download; about five minutes; ARGS="--methods ppo" for one)
 
-The task: the prompt names a letter, and the completion should repeat this letter. The reward of a completion is the share of its
-tokens that are the letter. Writes `runs/bench/learning.json` and draws `runs/bench/learning.svg`.
+The task: the prompt names a letter, and the completion should repeat this letter. The reward of a completion is the
+share of its tokens that are the letter. Writes `runs/bench/learning.json` and draws `runs/bench/learning.svg`.
 (docs/internals/methods-measured.md)
 
     make learning ARGS="--runs runs/rloo runs/online_dpo runs/scalerl runs/lora"
 
-draws the curves of runs that `lockstep` has made, from their directories, and writes `runs/bench/runs.json` and `runs.svg`.
+draws the curves of runs that `lockstep` has made, from their directories, and writes `runs/bench/runs.json` and
+`runs.svg`.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ GROUPS = {"num_generations": 8, "per_device_train_batch_size": 64, "max_completi
 SINGLES = {"num_generations": 1, "per_device_train_batch_size": 64, "max_completion_length": TOKENS}
 # For each method: the name of its trainer, and the fields of its config.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: ("GRPO", GROUPS | {"loss_type": name}) for name in ("grpo", "dr_grpo", "dapo", "bnpo", "sapo", "vespo")},
+    **{
+        name: ("GRPO", GROUPS | {"loss_type": name})
+        for name in ("grpo", "dr_grpo", "dapo", "bnpo", "sapo", "vespo")
+    },
     "cispo": ("GRPO", GROUPS | {"loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "batch"}),
     "scalerl": (
         "GRPO",
@@ -42,10 +48,16 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "batch"}
         | {"average_by_prompt": True, "filter_zero_variance": True},
     ),
-    "gspo": ("GRPO", GROUPS | {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4}),
+    "gspo": (
+        "GRPO",
+        GROUPS | {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4},
+    ),
     "luspo": ("GRPO", GROUPS | {"importance_sampling_level": "sequence", "loss_type": "luspo"}),
     "rloo": ("RLOO", GROUPS | {"beta": 0.01}),
-    "online_dpo": ("OnlineDPO", {"per_device_train_batch_size": 32, "max_new_tokens": TOKENS, "temperature": 1.0}),
+    "online_dpo": (
+        "OnlineDPO",
+        {"per_device_train_batch_size": 32, "max_new_tokens": TOKENS, "temperature": 1.0},
+    ),
     "reinforce_pp": ("ReinforcePP", SINGLES),
     "reinforce_pp_baseline": ("ReinforcePP", GROUPS | {"baseline": "group"}),
     "ppo": ("PPO", SINGLES | {"num_iterations": 2, "steps_per_generation": 1, "beta": 0.01}),
@@ -56,10 +68,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--runs", nargs="+", type=Path, help="draw the curves of these runs instead of training")
+    parser.add_argument(
+        "--runs", nargs="+", type=Path, help="draw the curves of these runs instead of training"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
     args = parser.parse_args()
-    curves = {run.name: rewards_of(run) for run in args.runs} if args.runs else train(args.methods, args.steps)
+    curves = (
+        {run.name: rewards_of(run) for run in args.runs} if args.runs else train(args.methods, args.steps)
+    )
     args.folder.mkdir(parents=True, exist_ok=True)
     name = "runs" if args.runs else "learning"
     (args.folder / f"{name}.json").write_text(json.dumps(curves, indent=1) + "\n", encoding="utf-8")
@@ -115,11 +131,15 @@ def make_model(folder: Path) -> str:
         **sizes,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=word_tokenizer, eos_token="<end>", unk_token="<?>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=word_tokenizer, eos_token="<end>", unk_token="<?>"
+    ).save_pretrained(folder)
     return str(folder)
 
 
-def repeats(prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Any], **_: Any) -> list[float]:
+def repeats(
+    prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Any], **_: Any
+) -> list[float]:
     """Share of a completion's tokens that are the letter its prompt names."""
     return [
         text.split().count(prompt) / len(ids)
@@ -133,7 +153,9 @@ def curve(name: str, model: str, folder: Path, steps: int) -> list[float]:
     return [entry["reward"] for entry in logs(method, model, folder, steps, fields)]
 
 
-def logs(method: str, model: str, folder: Path, steps: int, fields: Mapping[str, Any]) -> list[Mapping[str, float]]:
+def logs(
+    method: str, model: str, folder: Path, steps: int, fields: Mapping[str, Any]
+) -> list[Mapping[str, float]]:
     """Train, and return the log entries of the run, one per generation.
 
     Args:
@@ -147,10 +169,19 @@ def logs(method: str, model: str, folder: Path, steps: int, fields: Mapping[str,
 
     draw = random.Random(0)
     data = Dataset.from_dict({"prompt": [draw.choice(LETTERS) for _ in range(256)]})
-    shared = {"learning_rate": 2e-3, "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no"}
+    shared = {
+        "learning_rate": 2e-3,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
     shared |= {"report_to": [], "bf16": False, "use_vllm": False, "disable_tqdm": True}
-    config = getattr(lockstep, f"{method}Config")(output_dir=str(folder), max_steps=steps, **{**shared, **fields})
-    trainer = getattr(lockstep, f"{method}Trainer")(model=model, reward_funcs=repeats, args=config, train_dataset=data)
+    config = getattr(lockstep, f"{method}Config")(
+        output_dir=str(folder), max_steps=steps, **{**shared, **fields}
+    )
+    trainer = getattr(lockstep, f"{method}Trainer")(
+        model=model, reward_funcs=repeats, args=config, train_dataset=data
+    )
     # No log lines of the run: this program prints one line per method.
     trainer.remove_callback(LogLines)
     trainer.train()
@@ -176,7 +207,9 @@ def drawing(curves: dict[str, list[float]]) -> str:
             f"{x + width * i / max(len(rewards) - 1, 1):.1f},{y + height * (1 - reward):.1f}"
             for i, reward in enumerate(rewards)
         )
-        parts.append(f'<text x="{x}" y="{y - 6}">{name}: {ends(rewards)[0]:.2f} → {ends(rewards)[1]:.2f}</text>')
+        parts.append(
+            f'<text x="{x}" y="{y - 6}">{name}: {ends(rewards)[0]:.2f} → {ends(rewards)[1]:.2f}</text>'
+        )
         parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="none" stroke="#bbb"/>')
         parts.append(f'<polyline points="{points}" fill="none" stroke="#1f6feb" stroke-width="1.5"/>')
     return "\n".join([*parts, "</svg>", ""])

@@ -3,9 +3,9 @@
     make plan                                             (8, 64, 512 and 1,024 GPUs, a model of 7 billion parameters)
     make plan ARGS="--model 32b --gpus 64 --tokens 8192 --push_rate 20e9"
 
-The prediction is computed, and the batches of the servers are simulated (`servers.py`). Nothing runs on a GPU. The constants
-have three sources: data sheets, published measurements, and measurements of this repository on a CPU. docs/internals/plan.md lists
-them.
+The prediction is computed, and the batches of the servers are simulated (`servers.py`). Nothing runs on a GPU. The
+constants have three sources: data sheets, published measurements, and measurements of this repository on a CPU.
+docs/internals/plan.md lists them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Constants:
         recomputed: whether the backward computes activations a second time.
         push_rate: bytes per second of one connection between the first trainer and a server, or between two servers.
         sent: bytes that a push sends, as a share of the bytes of all weights. 1: everything is sent.
-        changes: seconds per parameter in which both sides find, digest and put in what has changed; 0 if everything is sent.
+        changes: seconds per parameter in which both sides find, digest and put in what has changed; 0 if everything
+            is sent.
         host: seconds of processor time per sampled token on a trainer's host, for one rank.
         proofs: share of a step's time that the proofs take.
     """
@@ -111,7 +112,9 @@ def learning_seconds(task: Task, model: Model, gpu: Gpu, trainers: int, constant
     seen = task.prompt + task.lengths.mean / 2
     passes = 8 if constants.recomputed else 6
     arithmetic = passes * (model.parameters + 2 * model.layers * model.width * seen) * tokens
-    seconds = arithmetic / (trainers * gpu.compute * constants.learning) + constants.host * task.sampled / trainers
+    seconds = (
+        arithmetic / (trainers * gpu.compute * constants.learning) + constants.host * task.sampled / trainers
+    )
     return seconds / (1 - constants.proofs)
 
 
@@ -131,7 +134,10 @@ def fits(model: Model, gpu: Gpu, trainers: int) -> bool:
 
 
 def splits(gpus: int, task: Task, model: Model, gpu: Gpu, constants: Constants) -> list[Split]:
-    """All divisions in which the model fits. They differ by whole nodes, or by single GPUs if there are fewer than two nodes."""
+    """All divisions in which the model fits.
+
+    They differ by whole nodes, or by single GPUs if there are fewer than two nodes.
+    """
     width = model.narrowest(gpu)
     unit = 1 if gpus < 2 * _NODE else _NODE
     found = []
@@ -140,7 +146,9 @@ def splits(gpus: int, task: Task, model: Model, gpu: Gpu, constants: Constants) 
         if not servers or not fits(model, gpu, trainers):
             continue
         shape = Servers(servers, width)
-        generate = generation_seconds(task.prompts, task.completions, task.prompt, task.lengths, model, gpu, shape)
+        generate = generation_seconds(
+            task.prompts, task.completions, task.prompt, task.lengths, model, gpu, shape
+        )
         learn = learning_seconds(task, model, gpu, trainers, constants)
         found.append(Split(trainers, servers, width, generate, learn, push_seconds(model, shape, constants)))
     return found
@@ -159,17 +167,20 @@ def row(gpus: int, task: Task, split: Split | None, ahead: bool) -> str:
     step = split.step(ahead)
     rate = task.sampled / step / gpus
     return (
-        f"| {gpus:,} | {kind} | {split.trainers} | {split.servers} × {split.width} | {split.generate:.1f} s | {split.learn:.1f} s "
+        f"| {gpus:,} | {kind} | {split.trainers} | {split.servers} × {split.width} | {split.generate:.1f} s | "
+        f"{split.learn:.1f} s "
         f"| {split.push:.1f} s | **{step:.1f} s** | {rate:,.0f} |"
     )
 
 
 HEAD = """| GPUs | generations | trainer GPUs | servers × GPUs | generate | learn | push | step | tokens per second and GPU |
-|---|---|---|---|---|---|---|---|---|"""
+|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=MODELS, default="7b")
     parser.add_argument("--gpu", choices=GPUS, default="h100")
     parser.add_argument("--gpus", type=int, nargs="*", default=[8, 64, 512, 1024])
@@ -178,12 +189,20 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=4096, help="mean tokens of a completion")
     parser.add_argument("--longest", type=int, default=4, help="longest completion, divided by the mean")
-    parser.add_argument("--spread", type=float, default=0.6, help="standard deviation of the logarithm of the length")
-    parser.add_argument("--learning", type=float, default=0.4, help="share of the GPU's arithmetic in learning")
+    parser.add_argument(
+        "--spread", type=float, default=0.6, help="standard deviation of the logarithm of the length"
+    )
+    parser.add_argument(
+        "--learning", type=float, default=0.4, help="share of the GPU's arithmetic in learning"
+    )
     parser.add_argument("--no_recomputation", action="store_true", help="keep all activations")
     parser.add_argument("--push_rate", type=float, default=1e9, help="bytes per second into one server")
-    parser.add_argument("--sent", type=float, default=1 / 38, help="bytes of a push, divided by those of all weights")
-    parser.add_argument("--changes", type=float, default=1e-9, help="seconds per parameter to find and put in changes")
+    parser.add_argument(
+        "--sent", type=float, default=1 / 38, help="bytes of a push, divided by those of all weights"
+    )
+    parser.add_argument(
+        "--changes", type=float, default=1e-9, help="seconds per parameter to find and put in changes"
+    )
     parser.add_argument("--whole_pushes", action="store_true", help="every push sends all weights")
     parser.add_argument("--host", type=float, default=4e-6, help="seconds of host work per sampled token")
     parser.add_argument("--proofs", type=float, default=0.05, help="share of a step that proofs take")
@@ -195,7 +214,8 @@ def main() -> None:
     constants = Constants(args.learning, recomputed, args.push_rate, sent, changes, args.host, args.proofs)
     task = Task(args.prompts, args.completions, args.prompt, lengths)
     print(
-        f"{args.model} on {args.gpu}; {task.prompts} × {task.completions} completions of {args.tokens:,} tokens in the mean, "
+        f"{args.model} on {args.gpu}; {task.prompts} × {task.completions} completions of {args.tokens:,} "
+        f"tokens in the mean, "
         f"{lengths.longest:,} at most\n"
     )
     print(HEAD)

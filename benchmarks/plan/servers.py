@@ -1,8 +1,9 @@
-"""Simulates vLLM servers that sample the completions of a step: how many sequences decode together, and when the last one ends.
+"""Simulates vLLM servers that sample the completions of a step: how many sequences decode together, and when the last
+one ends.
 
-`run.py` uses it. A decoding step reads the weights once and the keys and values of every running sequence. It also computes one
-token per sequence. The slower of the two decides how long the step takes. A sequence waits until there is room for its keys and
-values. All completions of a prompt are on one server.
+`run.py` uses it. A decoding step reads the weights once and the keys and values of every running sequence. It also
+computes one token per sequence. The slower of the two decides how long the step takes. A sequence waits until there
+is room for its keys and values. All completions of a prompt are on one server.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-# Shares of the memory rate and of the arithmetic of a data sheet that decoding reaches, and seconds per decoding step for kernel
-# launches and the scheduler. docs/internals/plan.md gives the sources.
+# Shares of the memory rate and of the arithmetic of a data sheet that decoding reaches, and seconds per decoding step
+# for kernel launches and the scheduler. docs/internals/plan.md gives the sources.
 READING, COMPUTING, STEP = 0.6, 0.5, 0.005
 # Share of a server's memory for weights, keys and values. It is vLLM's default.
 _MEMORY_SHARE = 0.9
@@ -24,7 +25,9 @@ _BYTES = 2
 
 @dataclass(frozen=True)
 class Gpu:
-    """Figures of a data sheet: bfloat16 operations per second without sparsity, bytes per second and bytes of its memory."""
+    """Figures of a data sheet: bfloat16 operations per second without sparsity, bytes per second and bytes of its
+    memory.
+    """
 
     compute: float
     memory_rate: float
@@ -46,7 +49,9 @@ class Model:
         return 2 * _BYTES * self.layers * self.keys
 
     def narrowest(self, gpu: Gpu) -> int:
-        """The number of GPUs of the smallest server: a power of two, so large that the weights take at most half of its memory."""
+        """The number of GPUs of the smallest server: a power of two, so large that the weights take at most half of
+        its memory.
+        """
         width = 1
         while _BYTES * self.parameters > _MEMORY_SHARE * width * gpu.memory / 2:
             width *= 2
@@ -95,15 +100,19 @@ def generation_seconds(
 ) -> float:
     """Seconds until the last completion of a step has ended.
 
-    The prompts are divided evenly, so the server with the most prompts ends last. The lengths on this server represent the whole
-    distribution, in a mixed order. The longest completion of the step is one of them.
+    The prompts are divided evenly, so the server with the most prompts ends last. The lengths on this server
+    represent the whole distribution, in a mixed order. The longest completion of the step is one of them.
     """
     own = math.ceil(prompts / servers.number) * completions
     drawn = [*lengths.evenly(own)[:-1], lengths.quantile(1 - 0.5 / (prompts * completions))]
     # Mix the order, as in a real queue: sort the lengths by the fractional parts of multiples of the golden ratio.
     mixed = [length for _, length in sorted((i * 0.6180339887 % 1, length) for i, length in enumerate(drawn))]
     prefill = (
-        2 * model.parameters * prompt * math.ceil(prompts / servers.number) / (servers.width * gpu.compute * COMPUTING)
+        2
+        * model.parameters
+        * prompt
+        * math.ceil(prompts / servers.number)
+        / (servers.width * gpu.compute * COMPUTING)
     )
     return prefill + decoding_seconds(mixed, prompt, model, gpu, servers.width)
 
@@ -111,8 +120,8 @@ def generation_seconds(
 def decoding_seconds(lengths: list[float], prompt: int, model: Model, gpu: Gpu, width: int) -> float:
     """Seconds for sequences of these lengths on one server, in the order in which they enter.
 
-    Between the ends of two sequences, the number of running sequences is constant. The running sequences are in a heap, sorted by
-    the step at which they end.
+    Between the ends of two sequences, the number of running sequences is constant. The running sequences are in a
+    heap, sorted by the step at which they end.
     """
     room = (_MEMORY_SHARE * width * gpu.memory - _BYTES * model.parameters) / model.bytes_per_token
     waiting = iter(lengths)

@@ -1,14 +1,15 @@
-"""Print how many tokens the draws proof needs to notice each fault of sampling, and how often it stops samples without a fault.
+"""Print how many tokens the draws proof needs to notice each fault of sampling, and how often it stops samples
+without a fault.
 
     make draws                                     (the packaged 135M model; a quarter of an hour on two busy cores)
     make draws ARGS="--model DIR --completions 8 --length 16"
 
-The model samples completions of open text in fp32, with a fault in the sampler. The reported log-probs are right. The evidence is
-then added up token by token, in random orders of the completions. The table gives the number of tokens after which the proof has
-stopped half and 90 % of the orders. It does so for two rules: the rule of the proof (evidence of 1e6, at any time), and a test
-whose number of tokens is fixed beforehand (|Z| above 4.89, with the same chance of a false alarm). "more" means that there are
-too few samples. For the fault "best of two completions", pairs are made of completions without a fault, and the likelier one is
-used.
+The model samples completions of open text in fp32, with a fault in the sampler. The reported log-probs are right. The
+evidence is then added up token by token, in random orders of the completions. The table gives the number of tokens
+after which the proof has stopped half and 90 % of the orders. It does so for two rules: the rule of the proof
+(evidence of 1e6, at any time), and a test whose number of tokens is fixed beforehand (|Z| above 4.89, with the same
+chance of a false alarm). "more" means that there are too few samples. For the fault "best of two completions", pairs
+are made of completions without a fault, and the likelier one is used.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def _best_token(p: torch.Tensor) -> torch.Tensor:
 
 
 _NO_FAULT = "nothing"
-# Number of completions that are sampled together, number of tokens per prompt, and the limit of |Z| for a false alarm in 1e6 tests.
+# Number of completions that are sampled together, number of tokens per prompt, and the limit of |Z| for a false alarm
+# in 1e6 tests.
 _BATCH, _PROMPT, _Z_LIMIT = 128, 9, 4.89
 # Number of pairs of completions per completion without a fault.
 _PAIRS_PER_COMPLETION = 3
@@ -132,7 +134,9 @@ def better_of_two(clean: TokenDraws, generator: np.random.Generator) -> TokenDra
 
 
 def log_payoffs(draws: TokenDraws) -> Values:
-    """(bets, completions, length) logarithm of what each bet pays at each token, if both sides compute in fp32 without a gap."""
+    """(bets, completions, length) logarithm of what each bet pays at each token, if both sides compute in fp32
+    without a gap.
+    """
     return np.stack([bet.log_ratios(draws) for bet in BETS.values()]) - SLACK
 
 
@@ -149,7 +153,8 @@ def evidence_along(pays: Values) -> Values:
 def stopping_points(
     draws: TokenDraws, orders: int, generator: np.random.Generator, *, again: bool
 ) -> tuple[list[float], Values]:
-    """The token at which the proof stops each order of the completions (inf: never), and the (orders, tokens) values of Z.
+    """The token at which the proof stops each order of the completions (inf: never), and the (orders, tokens) values
+    of Z.
 
     Args:
         again: whether a completion may occur several times in one order.
@@ -187,7 +192,9 @@ def main() -> None:
     )
     parser.add_argument("--length", type=int, default=64, help="tokens of a completion")
     parser.add_argument("--orders", type=int, default=200)
-    parser.add_argument("--keep", type=Path, help="folder for the samples; samples that it already has are used again")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for the samples; samples that it already has are used again"
+    )
     parser.add_argument("--json", type=Path, default=Path("runs/bench/draws.json"))
     args = parser.parse_args()
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -203,7 +210,9 @@ def main() -> None:
     rows, clean = {}, None
     print(f"{'fault':26}{'half':>9}{'90 %':>9}{'fixed, 90 %':>12}{'sampled':>10}")
     for name in FAULTS:
-        draws = _cached(args.keep, name, lambda n=name: samples_of(n, model, prompts, args.completions, args.length))
+        draws = _cached(
+            args.keep, name, lambda n=name: samples_of(n, model, prompts, args.completions, args.length)
+        )
         if name == _NO_FAULT:
             clean = draws
             continue

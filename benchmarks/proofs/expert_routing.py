@@ -2,10 +2,10 @@
 
     python -m benchmarks.proofs.expert_routing            (two minutes on two cores)
 
-Tiny random mixtures of experts (`tests/model_families.py`) sample on vLLM in this process, with the trainer's weights. vLLM's
-routers tell the experts of each token through the callback that its own capture uses. The trainer scores the completions twice:
-with its own routing, and with vLLM's experts, whose weights its own routers compute ("rollout routing replay", arXiv 2510.11370).
-The program prints the table of docs/internals/models-and-tokens.md.
+Tiny random mixtures of experts (`tests/model_families.py`) sample on vLLM in this process, with the trainer's
+weights. vLLM's routers tell the experts of each token through the callback that its own capture uses. The trainer
+scores the completions twice: with its own routing, and with vLLM's experts, whose weights its own routers compute
+("rollout routing replay", arXiv 2510.11370). The program prints the table of docs/internals/models-and-tokens.md.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def main() -> None:
     words.add_argument("--samples", type=int, default=8, help="completions per prompt")
     words.add_argument("--length", type=int, default=48, help="tokens per completion")
     asked = words.parse_args()
-    print("| model | dtype | tokens | other experts | mean gap | largest | with vLLM's experts: mean | largest |")
+    print(
+        "| model | dtype | tokens | other experts | mean gap | largest | with vLLM's experts: mean | largest |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for name, (family, fields) in MODELS.items():
         for bf16 in (False, True):
@@ -132,7 +134,11 @@ def engine_experts(llm: Any) -> Iterator[dict[int, list[torch.Tensor]]]:
 
 
 def _replayed(
-    model: PreTrainedModel, completion: Completion, experts: torch.Tensor, distribution: Distribution, precision: Any
+    model: PreTrainedModel,
+    completion: Completion,
+    experts: torch.Tensor,
+    distribution: Distribution,
+    precision: Any,
 ) -> torch.Tensor:
     """The trainer's log-probs with given experts.
 

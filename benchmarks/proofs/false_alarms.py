@@ -1,17 +1,20 @@
-"""Count false alarms: how often a proof stops a sync or a training step that has no fault ("clean"), with every proof on.
+"""Count false alarms: how often a proof stops a sync or a training step that has no fault ("clean"), with every proof
+on.
 
     make false-alarms       (500 syncs of the 135M model, 500 steps of a tiny model, real vLLM; 15 minutes on two cores)
     make false-alarms ARGS="--dtype bfloat16 --syncs 0 --step-models qwen2 qwen3 llama"
     make false-alarms ARGS="--dtype bfloat16 --syncs 0 --steps 40 --step-models smollm2-135m-instruct"
     make false-alarms ARGS="--syncs 0 --steps 40 --engine transformers"
     make false-alarms ARGS="--syncs 0 --filters top_p=0.95 top_k=50 min_p=0.01"
-    make false-alarms ARGS="--steps 0 --minutes 20 --seed 1"    (a part of a long run: each seed gives other syncs and steps)
+    make false-alarms ARGS="--steps 0 --minutes 20 --seed 1"    (a part of a long run: each seed gives other syncs and
+    steps)
 
-Before each sync every weight changes by 1e-3 of its size. After the sync all modules are probed and the canary is scored. A
-`GRPOTrainer` takes the steps, with a tiny model of the tests (given by its kind) or a real model (given by its name). The
-program prints the alarms, and the largest figure of each proof with its limit. After the clean steps, the engine reports one
-token's log-prob per prompt too low by `--fault` nats, and the program prints whether a proof stopped that step. With
-`--filters` the run samples with filters, and the figures of the proof of kept sets are printed too.
+Before each sync every weight changes by 1e-3 of its size. After the sync all modules are probed and the canary is
+scored. A `GRPOTrainer` takes the steps, with a tiny model of the tests (given by its kind) or a real model (given by
+its name). The program prints the alarms, and the largest figure of each proof with its limit. After the clean steps,
+the engine reports one token's log-prob per prompt too low by `--fault` nats, and the program prints whether a proof
+stopped that step. With `--filters` the run samples with filters, and the figures of the proof of kept sets are
+printed too.
 """
 
 from __future__ import annotations
@@ -45,8 +48,12 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="draws the changes of the weights, and what the steps sample"
     )
-    parser.add_argument("--minutes", type=float, help="time limit for the syncs, and for the steps of each model")
-    parser.add_argument("--engine", default="vllm", choices=["vllm", "transformers"], help="the engine of the steps")
+    parser.add_argument(
+        "--minutes", type=float, help="time limit for the syncs, and for the steps of each model"
+    )
+    parser.add_argument(
+        "--engine", default="vllm", choices=["vllm", "transformers"], help="the engine of the steps"
+    )
     parser.add_argument("--json", type=Path, default=Path("runs/bench/false_alarms.json"))
     args = parser.parse_args()
     from lockstep.cli.output import quiet_libraries
@@ -81,7 +88,10 @@ def _deadline(minutes: float | None) -> float:
 
 
 def clean_syncs(model: str, max_syncs: int, dtype: str, seed: int, deadline: float) -> dict[str, float]:
-    """Push changed weights `max_syncs` times, or until the deadline. After each push, probe every module and score the canary."""
+    """Push changed weights `max_syncs` times, or until the deadline.
+
+    After each push, probe every module and score the canary.
+    """
     from lockstep.errors import ProofError
     from lockstep.extras.verify.stage import open_stage, stage_config
     from lockstep.watch.gap import over_limits
@@ -119,7 +129,10 @@ def clean_syncs(model: str, max_syncs: int, dtype: str, seed: int, deadline: flo
 
 
 def _change_weights(model: torch.nn.Module, noise: torch.Tensor, turn: int) -> None:
-    """Change every weight by 1e-3 of its tensor's mean size. The noise is shifted each time, which is cheaper than new noise."""
+    """Change every weight by 1e-3 of its tensor's mean size.
+
+    The noise is shifted each time, which is cheaper than new noise.
+    """
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             shifted = noise.roll(7919 * turn + 104729 * i).repeat(-(-p.numel() // len(noise)))
@@ -161,7 +174,11 @@ def clean_steps(
 
     with tempfile.TemporaryDirectory() as folder:
         small = model in tiny.KINDS
-        path = str(tiny.save_model(Path(folder) / "model", kind=model, tied=model == "llama")) if small else model
+        path = (
+            str(tiny.save_model(Path(folder) / "model", kind=model, tied=model == "llama"))
+            if small
+            else model
+        )
         changes = {
             "max_steps": max_steps + 1,
             "seed": seed,
@@ -193,7 +210,9 @@ def clean_steps(
     tokens = sum(line["checked_tokens"] for line in clean)
     nearest = max(clean, key=lambda line: line["max_abs_gap"] / line["max_allowed"])
     found = {
-        "mean_abs_gap": max(line["sum_abs_gap"] / line["checked_tokens"] for line in clean if line["checked_tokens"]),
+        "mean_abs_gap": max(
+            line["sum_abs_gap"] / line["checked_tokens"] for line in clean if line["checked_tokens"]
+        ),
         "k3": max(line["sum_k3"] / line["checked_tokens"] for line in clean if line["checked_tokens"]),
         "max_abs_gap": max(line["max_abs_gap"] for line in clean),
         "nearest": nearest["max_abs_gap"] / nearest["max_allowed"],
@@ -209,14 +228,16 @@ def clean_steps(
         f"mean {found['mean_abs_gap']:.2g} of {limit.mean:g}, k3 {found['k3']:.2g} of {limit.k3:g}, "
         f"max {found['max_abs_gap']:.2g}, at most {found['nearest']:.0%} of its step's limit "
         f"({found['allowed_first']:.2g} at the first step, {found['allowed_last']:.2g} at the last); "
-        f"tail {found['tail']:.2g} of {limit.tail:g}; evidence of the draws at most 1e{found['log10_evidence']:.1f} of 1e6 over "
+        f"tail {found['tail']:.2g} of {limit.tail:g}; evidence of the draws at most "
+        f"1e{found['log10_evidence']:.1f} of 1e6 over "
         f"{found['bets']} tokens; one token per prompt wrong by {fault:g}: {outcome}",
         flush=True,
     )
     if filters:
         found |= sets.figures(len(clean))
         print(
-            f"  kept sets under {filters}: {found['edge_differences']:.2g} ids differ per drawn token; rounding at most "
+            f"  kept sets under {filters}: {found['edge_differences']:.2g} ids differ per drawn token; "
+            f"rounding at most "
             f"{found['set_mean']:.2g} nats in a step's mean, {found['set_mean_nearest']:.0%} of its limit, and at most "
             f"{found['set_nearest']:.0%} of its limit at one token",
             flush=True,
@@ -254,7 +275,8 @@ class KeptSetRecord:
         """The largest figures of the first steps."""
         found = self._found[:steps]
         return {
-            "edge_differences": sum(f.differences for f, _ in found) / max(sum(f.tokens for f, _ in found), 1),
+            "edge_differences": sum(f.differences for f, _ in found)
+            / max(sum(f.tokens for f, _ in found), 1),
             "set_mean": max(f.mean_rounding for f, _ in found),
             "set_mean_nearest": max(f.mean_rounding / limit for f, limit in found),
             "set_nearest": max(f.nearest for f, _ in found),
@@ -264,8 +286,8 @@ class KeptSetRecord:
 class FaultAtTheEnd:
     """Ends the clean steps. From then on the engine reports wrong log-probs.
 
-    The log-prob of the first token of one completion per prompt is too low. All prompts have the fault, because one prompt alone
-    could have a group with equal rewards, and most of these groups do not go through the model.
+    The log-prob of the first token of one completion per prompt is too low. All prompts have the fault, because one
+    prompt alone could have a group with equal rewards, and most of these groups do not go through the model.
 
     Args:
         most: largest number of clean steps.

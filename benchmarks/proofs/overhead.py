@@ -1,15 +1,18 @@
 """Measure the cost of the proofs in the main recipe: as a share of a sync, and as a share of a training step.
 
     make proof-overhead   (recipes/arithmetic.yaml, without its evaluations; about five minutes on two cores)
-    make proof-overhead ARGS="--steps 12 --filters none top_p=0.95 top_k=50"   (the recipe with each of these filters in turn)
-    make proof-overhead ARGS="--steps 6 --tokens 1024 8192"   (steps of 1024 and 8192 sampled tokens, instead of the recipe's 190)
+    make proof-overhead ARGS="--steps 12 --filters none top_p=0.95 top_k=50"   (the recipe with each of these filters
+    in turn) make proof-overhead ARGS="--steps 6 --tokens 1024 8192"   (steps of 1024 and 8192 sampled tokens, instead
+    of the recipe's 190)
 
-With `--tokens` the recipe has prompts for open text with 8 completions of up to 64 tokens. Half of the groups have equal rewards.
+With `--tokens` the recipe has prompts for open text with 8 completions of up to 64 tokens. Half of the groups have
+equal rewards.
 
-Without `--filters` the recipe runs unchanged, on real vLLM, in this process. The seconds of each proof are measured in the run
-itself (`benchmarks/proofs/seconds.py`), and not by a second run without proofs. Two threads compute the transport digest during a
-push. A second in which both threads compute counts once by the clock. Seconds are medians over the steps after the first two.
-Shares are computed from the sums over the same steps. The first step also contains the proofs at the start of a run.
+Without `--filters` the recipe runs unchanged, on real vLLM, in this process. The seconds of each proof are measured
+in the run itself (`benchmarks/proofs/seconds.py`), and not by a second run without proofs. Two threads compute the
+transport digest during a push. A second in which both threads compute counts once by the clock. Seconds are medians
+over the steps after the first two. Shares are computed from the sums over the same steps. The first step also
+contains the proofs at the start of a run.
 
 If other programs use the machine, read the processor seconds, with one thread: `OMP_NUM_THREADS=1 make proof-overhead`.
 """
@@ -80,10 +83,20 @@ def _open_text(count: int) -> Any:
     """Prompts for open text. The completions of every second prompt get equal rewards."""
     import datasets
 
-    subjects = ("a river", "an old house", "the sea at night", "two friends", "a long train ride", "a lost key")
+    subjects = (
+        "a river",
+        "an old house",
+        "the sea at night",
+        "two friends",
+        "a long train ride",
+        "a lost key",
+    )
     return datasets.Dataset.from_list(
         [
-            {"prompt": f"Write a long story, number {i}, about {subjects[i % len(subjects)]}.\n", "learned": i % 2}
+            {
+                "prompt": f"Write a long story, number {i}, about {subjects[i % len(subjects)]}.\n",
+                "learned": i % 2,
+            }
             for i in range(count)
         ]
     )
@@ -142,7 +155,9 @@ def measure(steps: int, folder: str, fields: list[str], tokens: int = 0) -> list
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return [
         {
-            **{name.removeprefix("time/"): value for name, value in entry.items() if name.startswith("time/")},
+            **{
+                name.removeprefix("time/"): value for name, value in entry.items() if name.startswith("time/")
+            },
             "groups_without_gradient": entry["frac_reward_zero_std"],
             "tokens": entry["sampling/tokens"],
             "cpu": (end - start).cpu,
@@ -153,7 +168,9 @@ def measure(steps: int, folder: str, fields: list[str], tokens: int = 0) -> list
 
 
 def shares(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of the seconds per step, and the proofs' share of the sync and of the whole step, in total and by proof."""
+    """Medians of the seconds per step, and the proofs' share of the sync and of the whole step, in total and by
+    proof.
+    """
 
     def median(part: Callable[[dict[str, Any]], float]) -> float:
         return statistics.median(part(row) for row in rows)
@@ -208,7 +225,8 @@ def show(figures: dict[str, Any], first: dict[str, Any]) -> None:
             f"{first['proofs'].get(name, NOTHING).wall:14.3f}"
         )
     print(
-        f"all proofs {f['share_of_step']:.1%} of a step, {f['share_of_cpu']:.1%} of its processor seconds (at most 5 %); "
+        f"all proofs {f['share_of_step']:.1%} of a step, {f['share_of_cpu']:.1%} of its processor seconds (at "
+        f"most 5 %); "
         f"digest and module probe {f['share_of_sync']:.1%} of a sync (at most 10 %)"
     )
 

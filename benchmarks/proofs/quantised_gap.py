@@ -2,7 +2,8 @@
 
     python -m benchmarks.proofs.quantised_gap                        (SmolLM2-135M: text, and the canary's ids)
     python -m benchmarks.proofs.quantised_gap --models qwen2 qwen3   (tiny random models of the tests: the canary's ids)
-    python -m benchmarks.proofs.quantised_gap --pushes 50            (counts false alarms: 50 pushes without a fault, all proofs on)
+    python -m benchmarks.proofs.quantised_gap --pushes 50            (counts false alarms: 50 pushes without a fault,
+    all proofs on)
 
 Real vLLM in bf16, `fp8_per_channel`. The trainer computes in bf16. All figures are differences of log-probs in nats.
 """
@@ -37,7 +38,8 @@ from lockstep.watch.push import ProvenPusher, canary_sequences
 HALF, SINGLE, CONTEXT = Precision(torch.bfloat16), Precision(), 512
 TEXTS = (
     "The capital of France is Paris, which lies on the river Seine and has about two million inhabitants.",
-    "In mathematics, a prime number is a natural number greater than one that has no divisors other than one and itself.",
+    "In mathematics, a prime number is a natural number greater than one that has no divisors other than one "
+    "and itself.",
     "Once upon a time there was a little girl who lived with her grandmother in a small house near the forest.",
 )
 Scores = Mapping[str, Any]
@@ -67,7 +69,9 @@ def measure(name: str, folder: str, pushes: int) -> None:
         count_alarms(name, model, pusher, pushes)
     else:
         proof = pusher.push(1, canary=True)
-        print(f"{name}: codes of {proof.probe.codes} modules compared, worst module {proof.probe.worst[1]:.1e}")
+        print(
+            f"{name}: codes of {proof.probe.codes} modules compared, worst module {proof.probe.worst[1]:.1e}"
+        )
         sets = {"canary": canary_sequences(embedding_rows(model), CONTEXT)}
         if name not in tiny.KINDS:
             encode = load_tokenizer(path)
@@ -78,12 +82,19 @@ def measure(name: str, folder: str, pushes: int) -> None:
 
 
 def print_gaps(
-    title: str, model: Any, engine: VLLMInProcess, sequences: Mapping[str, tuple[int, ...]], tensors: tuple[str, ...]
+    title: str,
+    model: Any,
+    engine: VLLMInProcess,
+    sequences: Mapping[str, tuple[int, ...]],
+    tensors: tuple[str, ...],
 ) -> None:
     """Print the rows of the table for some sequences."""
 
     def own(precision: Precision) -> Scores:
-        return {n: completion_logps(model, ids[:1], ids[1:], Sampling(1), precision) for n, ids in sequences.items()}
+        return {
+            n: completion_logps(model, ids[:1], ids[1:], Sampling(1), precision)
+            for n, ids in sequences.items()
+        }
 
     def coarse(precision: Precision, *, inputs_too: bool = True) -> Scores:
         with computing_in_8_bits(model, tensors, torch.bfloat16, inputs_too=inputs_too):
@@ -107,7 +118,9 @@ def print_gaps(
         gap = GapStats()
         for n in sequences:
             gap += measure_gap(torch.as_tensor(one[n]), torch.as_tensor(other[n]), [n], [len(other[n])])
-        print(f"  {row:40} mean {gap.mean_abs:.3f}  max {gap.max_abs:.2f}  k3 {gap.k3:.2g}  of {gap.tokens} tokens")
+        print(
+            f"  {row:40} mean {gap.mean_abs:.3f}  max {gap.max_abs:.2f}  k3 {gap.k3:.2g}  of {gap.tokens} tokens"
+        )
 
 
 def count_alarms(name: str, model: Any, pusher: ProvenPusher, pushes: int) -> None:

@@ -1,9 +1,9 @@
 """Measures the seconds that each proof takes in a run, for `benchmarks/proofs/overhead.py`.
 
-The functions of the proofs are wrapped during a run. If one proof runs inside another, its seconds count for the inner proof
-only. A second of the clock in which two threads compute the same proof counts once. Processor seconds are counted too, because
-other programs on the machine hardly change them. The processor seconds of all threads are added up. For the main thread, those of
-the whole process are used, so that the threads of PyTorch are included.
+The functions of the proofs are wrapped during a run. If one proof runs inside another, its seconds count for the
+inner proof only. A second of the clock in which two threads compute the same proof counts once. Processor seconds are
+counted too, because other programs on the machine hardly change them. The processor seconds of all threads are added
+up. For the main thread, those of the whole process are used, so that the threads of PyTorch are included.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-# The forward over groups without a gradient. It counts as a proof, because a trainer without proofs would not compute it.
+# The forward over groups without a gradient. It counts as a proof, because a trainer without proofs would not compute
+# it.
 FORWARD = "forward without gradient"
 DIGEST, PROBE = "digest", "module_probe"
 
@@ -98,7 +99,9 @@ class Seconds:
         with ExitStack() as stack:
             for proof, owner, names, when in _places():
                 for name in names:
-                    stack.enter_context(patch.object(owner, name, self._clocked(proof, getattr(owner, name), when)))
+                    stack.enter_context(
+                        patch.object(owner, name, self._clocked(proof, getattr(owner, name), when))
+                    )
             yield
 
     def _clocked(self, proof: str, real: Callable[..., Any], when: Callable[[], bool]) -> Callable[..., Any]:
@@ -112,7 +115,9 @@ class Seconds:
 
 
 def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
-    """The counted functions: name of the proof, owner of the functions, their names, and a function that tells when they count."""
+    """The counted functions: name of the proof, owner of the functions, their names, and a function that tells when
+    they count.
+    """
     import torch
 
     import lockstep.contract.inbox as inbox
@@ -161,7 +166,8 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("scores", AskedAgain, ("check",)),
         ("advantages", AdvantageProof, ("__init__", "check")),
         ("advantages", watch, ("advantage_proof",)),
-        # The proof that the trainer learns from what was sampled: the seal of each rollout, and its comparison with each pack.
+        # The proof that the trainer learns from what was sampled: the seal of each rollout, and its comparison with
+        # each pack.
         ("learned", driver, ("seal_of",)),
         ("learned", watch, ("sampled_tokens",)),
         ("learned", watch, ("check_entering",)),

@@ -3,9 +3,9 @@
     make families                              (36 families, half a minute each on two cores)
     make families ARGS="phi gpt_neox olmo2"    (some of them)
 
-Each family gets a separate process, which makes the model (`tests/model_families.py`) and runs `lockstep verify` on it, in float32
-with vLLM in the same process. If the process dies, this is a row of the table too. The program prints the table of
-docs/internals/models-and-tokens.md, and exits with 1 if a proof failed or a process died.
+Each family gets a separate process, which makes the model (`tests/model_families.py`) and runs `lockstep verify` on
+it, in float32 with vLLM in the same process. If the process dies, this is a row of the table too. The program prints
+the table of docs/internals/models-and-tokens.md, and exits with 1 if a proof failed or a process died.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Outcome:
     """The result for one family.
 
     Attributes:
-        implementation: the model that vLLM runs for this architecture: vLLM's own, or that of transformers through vLLM's backend.
+        implementation: the model that vLLM runs for this architecture: vLLM's own, or that of transformers through
+            vLLM's backend.
         result: one of `PASSED`, `REFUSED`, `FAILED`, `DIED`.
         gap: the largest |g| of all proofs in float32, in nats; NaN if there is none.
         said: the error of the refusal, the proofs that failed, or how the process ended.
@@ -49,7 +50,9 @@ class Outcome:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", help="default: all of tests/model_families.py")
-    parser.add_argument("--alone", action="store_true", help="verify one family in this process, and print JSON")
+    parser.add_argument(
+        "--alone", action="store_true", help="verify one family in this process, and print JSON"
+    )
     parser.add_argument("--json", type=Path, default=Path("runs/bench/families.json"))
     args = parser.parse_args()
     if args.alone:
@@ -63,7 +66,9 @@ def main() -> int:
     for name in args.families or FAMILIES:
         outcomes.append(run_in_process(name))
         print(row(outcomes[-1]), flush=True)
-        args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(
+            json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n", encoding="utf-8"
+        )
     return int(any(outcome.result in (FAILED, DIED) for outcome in outcomes))
 
 
@@ -71,7 +76,9 @@ def run_in_process(name: str) -> Outcome:
     """Verify a family in a separate process."""
     command = [sys.executable, "-m", "benchmarks.proofs.vllm_families", "--alone", name]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=_SECONDS, check=False)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, encoding="utf-8", timeout=_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return Outcome(name, "", DIED, float("nan"), f"no result within {_SECONDS} s")
     last = ended.stdout.strip().splitlines()[-1:] or [""]
@@ -89,7 +96,11 @@ def verified(name: str) -> Outcome:
     from lockstep.cli.main import main as lockstep
 
     with tempfile.TemporaryDirectory() as folder:
-        model, report, written = save_family(name, Path(folder) / "model"), Path(folder) / "rows.json", StringIO()
+        model, report, written = (
+            save_family(name, Path(folder) / "model"),
+            Path(folder) / "rows.json",
+            StringIO(),
+        )
         with redirect_stderr(written):
             # The length limit is given, because Bloom's config has none.
             arguments = ["--engine", "vllm", "--dtype", "float32", "--vllm_max_model_length", str(CONTEXT)]
@@ -122,7 +133,9 @@ def _sentence(written: str) -> str:
 
 def _largest_gap(rows: list[dict[str, Any]]) -> float:
     """The largest |g| of the rows in which both sides compute in float32."""
-    gaps = [row["details"]["max"] for row in rows if "max" in row["details"] and "bfloat16" not in row["proof"]]
+    gaps = [
+        row["details"]["max"] for row in rows if "max" in row["details"] and "bfloat16" not in row["proof"]
+    ]
     return max(map(float, gaps), default=float("nan"))
 
 

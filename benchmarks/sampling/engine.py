@@ -1,7 +1,8 @@
 """Runs one engine in a separate process. It samples a workload on request and reports how long this took.
 
-`settings.py` starts it, writes one line per round ([workload, number]), and reads one JSON line back. The engine is `VLLMInProcess`
-as a run starts it. The number of tokens that vLLM found in its prefix cache is read from vLLM's outputs.
+`settings.py` starts it, writes one line per round ([workload, number]), and reads one JSON line back. The engine is
+`VLLMInProcess` as a run starts it. The number of tokens that vLLM found in its prefix cache is read from vLLM's
+outputs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-# Context length: the longest prompt and completion of the workloads, rounded up to whole blocks of every block size that is tried.
+# Context length: the longest prompt and completion of the workloads, rounded up to whole blocks of every block size
+# that is tried.
 _CONTEXT = 640
 
 
@@ -47,7 +49,9 @@ def main() -> None:
 
 
 def started(model: str, setting: dict[str, Any]) -> tuple[Any, float]:
-    """An engine after a first push of the model's weights, and the seconds that the engine took to start, without the push."""
+    """An engine after a first push of the model's weights, and the seconds that the engine took to start, without the
+    push.
+    """
     from lockstep.config.run import engine_dtype
     from lockstep.engines.vllm.in_process import VLLMInProcess
     from lockstep.models.policy import load_policy
@@ -87,7 +91,8 @@ def one_round(engine: Any, batch: Sequence[Any]) -> dict[str, float]:
     """Answer requests from an empty prefix cache.
 
     Returns:
-        Wall time and processor time in seconds, sampled tokens, prompt tokens, and how many of these vLLM found in its cache.
+        Wall time and processor time in seconds, sampled tokens, prompt tokens, and how many of these vLLM found in
+        its cache.
     """
     import lockstep.engines.vllm.in_process as inside
 

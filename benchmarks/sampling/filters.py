@@ -3,10 +3,11 @@
     make filters                              (two cores: about three minutes; quiet machine)
     make filters ARGS="--rounds 2"            (a quick look)
 
-One vLLM engine in this process samples the same requests in turn, with and without the record, under the same filter. Both times
-include the conversion of vLLM's outputs into completions. The model is SmolLM2-135M with an end token that it never samples, in the
-dtype that training chooses on this machine. Figures are medians of the rounds after the first. Prints one line per filter, with the
-mean and the largest number of kept ids, and writes `runs/bench/filters.json`. (docs/internals/methods-measured.md)
+One vLLM engine in this process samples the same requests in turn, with and without the record, under the same filter.
+Both times include the conversion of vLLM's outputs into completions. The model is SmolLM2-135M with an end token that
+it never samples, in the dtype that training chooses on this machine. Figures are medians of the rounds after the
+first. Prints one line per filter, with the mean and the largest number of kept ids, and writes
+`runs/bench/filters.json`. (docs/internals/methods-measured.md)
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Round:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one that is not measured")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="measured rounds, after one that is not measured"
+    )
     parser.add_argument("--json", type=Path, default=Path("runs/bench/filters.json"))
     args = parser.parse_args()
     found: dict[str, Any] = {"machine": machine(), "workload": WORKLOAD, "filters": {}}
@@ -86,7 +89,8 @@ def measure(engine: Any, model: str, settings: dict[str, float], rounds: int) ->
                 sizes += [size for own in sets for size in own.sizes.tolist()]
                 # The ids in the form in which a server sends them.
                 lists = [
-                    msgspec.json.encode([own.part(i, i + 1).ids.tolist() for i in range(len(own))]) for own in sets
+                    msgspec.json.encode([own.part(i, i + 1).ids.tolist() for i in range(len(own))])
+                    for own in sets
                 ]
     with_record, without = (statistics.median(rates[recorded][1:]) for recorded in (True, False))
     pairs = [one / other for one, other in zip(rates[True][1:], rates[False][1:], strict=True)]
@@ -102,7 +106,9 @@ def measure(engine: Any, model: str, settings: dict[str, float], rounds: int) ->
 
 
 def wire(lists: Sequence[bytes], tokens: int) -> dict[str, float]:
-    """Bytes per token of a server's JSON lists, and of the same ids as int32 in base64; and microseconds per token to read them."""
+    """Bytes per token of a server's JSON lists, and of the same ids as int32 in base64; and microseconds per token to
+    read them.
+    """
     start = time.perf_counter()
     read = [msgspec.json.decode(text) for text in lists]
     seconds = time.perf_counter() - start
@@ -126,14 +132,18 @@ def one_round(engine: Any, batch: Sequence[GenerationRequest], *, recorded: bool
         params_by_name[str(request.key)] = request.prompt_ids.tolist(), params
     by_name = {str(request.key): request for request in batch}
     outputs = engine._run(params_by_name)
-    found = [completion(by_name[output.request_id].key, output, filtered=recorded, adapter=None) for output in outputs]
+    found = [
+        completion(by_name[output.request_id].key, output, filtered=recorded, adapter=None)
+        for output in outputs
+    ]
     seconds = time.perf_counter() - start
     return Round(sum(len(c.token_ids) for c in found) / seconds, found)
 
 
 def line(figures: dict[str, Any]) -> str:
     return (
-        f"{figures['with_record']:.0f} tokens/s with the record, {figures['without']:.0f} without: {figures['ratio']:.3f}; "
+        f"{figures['with_record']:.0f} tokens/s with the record, {figures['without']:.0f} without: "
+        f"{figures['ratio']:.3f}; "
         f"{figures['mean_set']:.0f} ids per token, at most {figures['largest_set']}; as JSON "
         f"{figures['list_bytes']:.0f} bytes per token ({figures['base64_bytes']:.0f} in base64), "
         f"read in {figures['read_us']:.1f} µs"

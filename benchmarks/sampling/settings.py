@@ -1,13 +1,15 @@
-"""Measure the tokens per second of vLLM under the settings that a run can choose. Lockstep's defaults are based on these figures.
+"""Measure the tokens per second of vLLM under the settings that a run can choose.
+
+Lockstep's defaults are based on these figures.
 
     make sampling                                    (two cores: about twelve minutes; quiet machine)
     make sampling ARGS="--parts prefix --rounds 2"   (a quick look)
 
-Each setting has a Lockstep engine in a separate process (`engine.py`). The engines start one after the other. The engines
-of a part then sample the same requests in turn; each engine waits while another engine works. The model is SmolLM2-135M with an end
-token that it never samples, in the dtype that training chooses on this machine, on a CPU. Every round begins with an empty prefix
-cache, as every step does after its push. Figures are medians of the rounds after the first. Prints one table per part and writes
-`runs/bench/sampling.json`. (docs/internals/speed.md)
+Each setting has a Lockstep engine in a separate process (`engine.py`). The engines start one after the other. The
+engines of a part then sample the same requests in turn; each engine waits while another engine works. The model is
+SmolLM2-135M with an end token that it never samples, in the dtype that training chooses on this machine, on a CPU.
+Every round begins with an empty prefix cache, as every step does after its push. Figures are medians of the rounds
+after the first. Prints one table per part and writes `runs/bench/sampling.json`. (docs/internals/speed.md)
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ PARTS = {
         ("short", "long"),
     ),
     "block": Part(
-        {f"blocks of {n}": Setting(vllm={"block_size": n}) for n in (16, 32, 128)}, ("short", "completions-64")
+        {f"blocks of {n}": Setting(vllm={"block_size": n}) for n in (16, 32, 128)},
+        ("short", "completions-64"),
     ),
 }
 
@@ -82,7 +85,9 @@ PARTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one that is not measured")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="measured rounds, after one that is not measured"
+    )
     parser.add_argument("--json", type=Path, default=Path("runs/bench/sampling.json"))
     args = parser.parse_args()
     found: dict[str, Any] = {"machine": machine(), "parts": {}}
@@ -102,7 +107,8 @@ def machine() -> dict[str, Any]:
     return {"name": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "dtype": dtype}
 
 
-# ---- measuring --------------------------------------------------------------------------------------------------------
+# ---- measuring
+# --------------------------------------------------------------------------------------------------------
 
 
 def measure(part: Part, model: str, rounds: int, folder: Path) -> dict[str, Any]:
@@ -161,13 +167,16 @@ class Engine(AnsweringProcess):
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of an engine: that of a `lockstep` command, with a compile cache that only the engines of this part use."""
+    """The environment of an engine: that of a `lockstep` command, with a compile cache that only the engines of this
+    part use.
+    """
     caches = {"VLLM_CACHE_ROOT": str(folder / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     given = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **caches}
     return with_tunables(given, kernel_setting()) or given
 
 
-# ---- figures ----------------------------------------------------------------------------------------------------------
+# ---- figures
+# ----------------------------------------------------------------------------------------------------------
 
 
 def rate(taken: Round) -> float:
@@ -199,7 +208,8 @@ def show(part: str, found: Mapping[str, Any]) -> None:
         for workload, taken in setting["workloads"].items():
             own = taken["figures"]
             print(
-                f"    {workload:22} {own['tokens_per_s']:7.1f} tokens/s  ({own['slowest']:.1f} to {own['fastest']:.1f})  "
+                f"    {workload:22} {own['tokens_per_s']:7.1f} tokens/s  ({own['slowest']:.1f} to "
+                f"{own['fastest']:.1f})  "
                 f"{own['seconds']:.2f} s, of processors {own['cpu_seconds']:.2f} s; "
                 f"{own['computed_prompt_tokens']:.0f} of {own['prompt_tokens']:.0f} prompt tokens computed"
             )

@@ -1,4 +1,5 @@
-"""Compare the time of rollouts with tools with the least possible time ("floor"), and a training step with tools with TRL's step.
+"""Compare the time of rollouts with tools with the least possible time ("floor"), and a training step with tools with
+TRL's step.
 
     make tools                                   (two cores, on a quiet machine)
     make tools ARGS="--parts waits turns --rounds 2"
@@ -6,25 +7,32 @@
     make tools ARGS="--size tiny --parts waits turns"
     make tools ARGS="--size tiny --parts waits --one_thread"
 
-Real vLLM in this process. The model calls a tool at the end of every turn (`against_trl/tool_model.py`), and all turns have the
-same length. Each figure is the median over the rounds after the first.
+Real vLLM in this process. The model calls a tool at the end of every turn (`against_trl/tool_model.py`), and all
+turns have the same length. Each figure is the median over the rounds after the first.
 
-waits: 64 rollouts with 4 turns and 3 calls each. A call takes 0 to 2 s; the seed of its rollout decides how long. The wall time of
+waits: 64 rollouts with 4 turns and 3 calls each. A call takes 0 to 2 s; the seed of its rollout decides how long. The
+wall time of
     all rollouts is compared with two measured times:
-    - the chain: the time of the rollout whose calls take longest, run alone with the same calls (`chains` is the ratio);
-    - the floor: the larger one of the chain and the computing (`floors` is the ratio). The computing is the time of all rollouts
-      with calls of 0 s. On few cores the rollouts share the engine, and no order of the work can be faster.
-    The wall time may be 1.2 times the floor. With `--size tiny` the floor equals the chain. For comparison, `with_barriers_s` is
-    the time with a barrier after every turn: the computing plus the longest call of each turn. It is added up, not measured.
-    Each environment has a thread of its own (`tool_threads`). With `--one_thread` all calls run in the engine's thread, one after
-    the other, as they do by default: then the wall time is the computing plus all calls (`all_calls_s`).
-turns: sampled tokens per second of the same 64 rollouts with calls of 0 s, and of 64 rollouts of one turn that sample as many
-    tokens. The prompts of the single turns are longer by as many ids as the tools insert. So both runs compute the same number of
-    ids, and the engine's cache starts empty. The rate with turns must be at least 0.9 of the rate without. (vLLM caches whole
-    blocks of 32 ids. At each later turn it computes up to 31 earlier ids again. This is included in the figure.)
-step: a whole training step of `GRPOTrainer` with `tools`, of Lockstep and of TRL in turn, each in a separate process, with the same
-    model, prompts, lengths and tool. TRL samples with transformers, its fastest way on a CPU (`against_trl/play.py`). Calls take
-    0 s, and then 0.1 s. TRL makes the calls of a plain function one after the other.
+    - the chain: the time of the rollout whose calls take longest, run alone with the same calls (`chains` is the
+      ratio);
+    - the floor: the larger one of the chain and the computing (`floors` is the ratio). The computing is the time of
+      all rollouts with calls of 0 s. On few cores the rollouts share the engine, and no order of the work can be
+      faster.
+    The wall time may be 1.2 times the floor. With `--size tiny` the floor equals the chain. For comparison,
+    `with_barriers_s` is the time with a barrier after every turn: the computing plus the longest call of each turn.
+    It is added up, not measured. Each environment has a thread of its own (`tool_threads`). With `--one_thread` all
+    calls run in the engine's thread, one after the other, as they do by default: then the wall time is the computing
+    plus all calls (`all_calls_s`).
+turns: sampled tokens per second of the same 64 rollouts with calls of 0 s, and of 64 rollouts of one turn that sample
+as many
+    tokens. The prompts of the single turns are longer by as many ids as the tools insert. So both runs compute the
+    same number of ids, and the engine's cache starts empty. The rate with turns must be at least 0.9 of the rate
+    without. (vLLM caches whole blocks of 32 ids. At each later turn it computes up to 31 earlier ids again. This is
+    included in the figure.)
+step: a whole training step of `GRPOTrainer` with `tools`, of Lockstep and of TRL in turn, each in a separate process,
+with the same
+    model, prompts, lengths and tool. TRL samples with transformers, its fastest way on a CPU (`against_trl/play.py`).
+    Calls take 0 s, and then 0.1 s. TRL makes the calls of a plain function one after the other.
 
 Prints the figures. Writes `runs/bench/tools.json` (machine, every round, figures, floors).
 """
@@ -54,7 +62,8 @@ from lockstep.cli.process import kernel_setting, with_tunables
 from lockstep.watch.custody import Record
 
 PARTS = ("waits", "turns", "step")
-# The goals: the largest wall time, divided by the floor, and the smallest rate with turns, divided by the rate of single turns.
+# The goals: the largest wall time, divided by the floor, and the smallest rate with turns, divided by the rate of
+# single turns.
 MOST_FLOORS, LEAST_SHARE = 1.2, 0.9
 ROLLOUTS, CALLS, LONGEST = 64, 3, 2.0
 SAMPLED = (CALLS + 1) * TURN
@@ -62,14 +71,22 @@ Round = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument(
         "--size", choices=SIZES, default="135m", help="the model: of the packaged model's shape, or tiny"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds, after one that is not measured")
-    parser.add_argument("--seconds", nargs="*", default=["0", "0.1"], help="part step: seconds that a call takes")
-    parser.add_argument("--one_thread", action="store_true", help="parts waits and turns: no threads for environments")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="measured rounds, after one that is not measured"
+    )
+    parser.add_argument(
+        "--seconds", nargs="*", default=["0", "0.1"], help="part step: seconds that a call takes"
+    )
+    parser.add_argument(
+        "--one_thread", action="store_true", help="parts waits and turns: no threads for environments"
+    )
     parser.add_argument("--json", type=Path, default=Path("runs/bench/tools.json"))
     args = parser.parse_args()
     found: dict[str, Any] = {
@@ -96,7 +113,8 @@ def main() -> None:
             args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-# ---- rollouts ---------------------------------------------------------------------------------------------------------
+# ---- rollouts
+# ---------------------------------------------------------------------------------------------------------
 
 
 class ToolEnvironment:
@@ -152,8 +170,12 @@ class Play:
         self.calls = ToolCalls(60.0, threads=threads)
         environments = Environments(ToolEnvironment, self.calls)
         kinds = self.calls.finish(environments.probe(), 60.0)
-        self.extension = Extension(self.tokenizer, [self.tokenizer.eos_token_id], tools=list(kinds[None].schemas))
-        self.program = ToolProgram({None: self.extension}, {}, self.calls, environments, CALLS, longest_token=40)
+        self.extension = Extension(
+            self.tokenizer, [self.tokenizer.eos_token_id], tools=list(kinds[None].schemas)
+        )
+        self.program = ToolProgram(
+            {None: self.extension}, {}, self.calls, environments, CALLS, longest_token=40
+        )
 
     def starts(self, number: int) -> list[Any]:
         """The starts of the rollouts of a round. Each has its own prompt."""
@@ -161,9 +183,14 @@ class Play:
         return self._starts([(row, self.extension.prompt(row)) for row in rows], number, CONTEXT - 128)
 
     def single_starts(self, starts: Sequence[Any], inserted: int, number: int) -> list[Any]:
-        """Starts of rollouts of one turn that sample as many tokens. Their prompts are longer by the ids that the tools insert."""
+        """Starts of rollouts of one turn that sample as many tokens.
+
+        Their prompts are longer by the ids that the tools insert.
+        """
         line = self.tokenizer(LINE, add_special_tokens=False)["input_ids"]
-        result_ids = self.tokenizer(RESULT * inserted, add_special_tokens=False)["input_ids"][: inserted - len(line)]
+        result_ids = self.tokenizer(RESULT * inserted, add_special_tokens=False)["input_ids"][
+            : inserted - len(line)
+        ]
         longer = [(s.prompt.source, [*s.prompt.ids.tolist(), *result_ids, *line]) for s in starts]
         return self._starts(longer, number, SAMPLED)
 
@@ -193,7 +220,11 @@ class Play:
             found = driver.run(starts, single_turn if longest is None else self.program)
             seconds, used = time.perf_counter() - start, time.process_time() - used
         rollouts = [found[start.key] for start in starts]
-        waits = [[]] * len(rollouts) if longest is None else [self.program.environment_of(r).waits for r in rollouts]
+        waits = (
+            [[]] * len(rollouts)
+            if longest is None
+            else [self.program.environment_of(r).waits for r in rollouts]
+        )
         self.program.release(rollouts)
         check_work(rollouts, [1 if longest is None else CALLS + 1] * len(rollouts))
         return Run(seconds, used, rollouts, waits)
@@ -212,7 +243,9 @@ def check_work(rollouts: Sequence[Any], turns: Sequence[int]) -> None:
     found = [(len(r.turns), sum(len(c.sampled_places) for c in r.branches)) for r in rollouts]
     wrong = [one for one, count in zip(found, turns, strict=True) if one != (count, SAMPLED)]
     if wrong:
-        raise SystemExit(f"{len(wrong)} rollouts differ from {turns[0]} turns and {SAMPLED} tokens: {wrong[:3]}")
+        raise SystemExit(
+            f"{len(wrong)} rollouts differ from {turns[0]} turns and {SAMPLED} tokens: {wrong[:3]}"
+        )
 
 
 @contextmanager
@@ -232,8 +265,17 @@ def waits_round(play: Play, number: int) -> Round:
     alone = play.run([starts[slowest]], LONGEST)
     assert alone.waits == [together.waits[slowest]], "the replayed rollout made other calls"
     wall, chain = together.seconds, alone.seconds
-    print(f"  waits, round {number}: wall {wall:.2f} s, chain {chain:.2f} s, computing {computing:.2f} s", flush=True)
-    return {"wall_s": wall, "chain_s": chain, "computing_s": computing, "waits": together.waits, "slowest": slowest}
+    print(
+        f"  waits, round {number}: wall {wall:.2f} s, chain {chain:.2f} s, computing {computing:.2f} s",
+        flush=True,
+    )
+    return {
+        "wall_s": wall,
+        "chain_s": chain,
+        "computing_s": computing,
+        "waits": together.waits,
+        "slowest": slowest,
+    }
 
 
 def turns_round(play: Play, number: int) -> Round:
@@ -267,7 +309,7 @@ def inserted_ids(play: Play) -> int:
     return int((~rollout.completion.sampled).sum()) // CALLS
 
 
-# ---- steps ------------------------------------------------------------------------------------------------------------
+# ---- steps -------------------------------------------------------------------------------------------------------
 
 
 def steps(model: str, rounds: int, calls: Sequence[str], folder: Path) -> dict[str, list[Round]]:
@@ -293,7 +335,10 @@ def steps(model: str, rounds: int, calls: Sequence[str], folder: Path) -> dict[s
 
 
 def round_line(number: int, taken: Mapping[str, Round]) -> str:
-    """The line of a round of both trainers, with its ratio. It is printed at once, for the case that the program is ended early."""
+    """The line of a round of both trainers, with its ratio.
+
+    It is printed at once, for the case that the program is ended early.
+    """
     said = ", ".join(f"{program} {step['step']:.2f} s" for program, step in taken.items())
     kind = "" if number else " (warm-up, not counted)"
     return f"round {number}{kind}: {said}, ratio {trl_over_lockstep(taken):.2f}"
@@ -309,7 +354,8 @@ def environment(program: str) -> dict[str, str]:
     return (with_tunables(given, kernel_setting()) if program == "lockstep" else None) or given
 
 
-# ---- figures ----------------------------------------------------------------------------------------------------------
+# ---- figures
+# ----------------------------------------------------------------------------------------------------------
 
 
 def rounds_of(part: str) -> Callable[[Play, int], Round]:
@@ -326,7 +372,9 @@ def with_barriers(computing: float, waits: Sequence[Sequence[float]]) -> float:
 
 
 def waits_figures(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Medians over the rounds: the wall time, the times that it is compared with, and its ratios to the chain and to the floor."""
+    """Medians over the rounds: the wall time, the times that it is compared with, and its ratios to the chain and to
+    the floor.
+    """
     chains = [own["wall_s"] / own["chain_s"] for own in rounds]
     ratios = [own["wall_s"] / max(own["chain_s"], own["computing_s"]) for own in rounds]
     return {
@@ -335,7 +383,9 @@ def waits_figures(rounds: Sequence[Round]) -> dict[str, Any]:
         "all_calls_s": statistics.median(sum(map(sum, own["waits"])) for own in rounds),
         "longest_calls_s": statistics.median(max(map(sum, own["waits"])) for own in rounds),
         "computing_s": statistics.median(own["computing_s"] for own in rounds),
-        "with_barriers_s": statistics.median(with_barriers(own["computing_s"], own["waits"]) for own in rounds),
+        "with_barriers_s": statistics.median(
+            with_barriers(own["computing_s"], own["waits"]) for own in rounds
+        ),
         "chains": statistics.median(chains),
         "floors": statistics.median(ratios),
         "reached": statistics.median(ratios) <= MOST_FLOORS,
@@ -343,7 +393,9 @@ def waits_figures(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def turns_figures(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Medians over the rounds: sampled tokens per second with turns and without, and the share (with turns / without)."""
+    """Medians over the rounds: sampled tokens per second with turns and without, and the share (with turns /
+    without).
+    """
     shares = [own["single_s"] / own["turns_s"] for own in rounds]
     return {
         "turns_tokens_per_s": statistics.median(own["sampled"] / own["turns_s"] for own in rounds),
@@ -355,7 +407,10 @@ def turns_figures(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def step_figures(rounds: Sequence[Mapping[str, Round]]) -> dict[str, Any]:
-    """Medians over the rounds: seconds per step of both trainers, and their ratio. Also the number of sampled tokens."""
+    """Medians over the rounds: seconds per step of both trainers, and their ratio.
+
+    Also the number of sampled tokens.
+    """
     tokens = {program: {own[program]["sampled_tokens"] for own in rounds} for program in ("lockstep", "trl")}
     if tokens["lockstep"] != tokens["trl"]:
         raise SystemExit(f"the two trainers sampled different numbers of tokens: {tokens}")

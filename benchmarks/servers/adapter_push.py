@@ -1,11 +1,14 @@
-"""Compare the two ways to send a LoRA adapter to the engine: packaged model, rank 16 on every linear layer. (docs/guides/lora.md)
+"""Compare the two ways to send a LoRA adapter to the engine: packaged model, rank 16 on every linear layer.
+(docs/guides/lora.md)
 
-    python -m benchmarks.servers.adapter_push                    (transformers engine: the parts of a merged push, in fp32)
-    python -m benchmarks.servers.adapter_push --engine vllm      (merged weights, compared with the adapter alone in vLLM's LoRA)
-    python -m benchmarks.servers.adapter_push --alarms 100       (100 pushes of the adapter alone without a fault, with every proof)
+    python -m benchmarks.servers.adapter_push                    (transformers engine: the parts of a merged push, in
+    fp32) python -m benchmarks.servers.adapter_push --engine vllm      (merged weights, compared with the adapter
+    alone in vLLM's LoRA) python -m benchmarks.servers.adapter_push --alarms 100       (100 pushes of the adapter
+    alone without a fault, with every proof)
 
-The first form prints the seconds of each part of a push, with and without an adapter. The second form prints, for both ways, the
-bytes and seconds of a push with its proofs, and the sampled tokens per second. All seconds are medians of five rounds.
+The first form prints the seconds of each part of a push, with and without an adapter. The second form prints, for
+both ways, the bytes and seconds of a push with its proofs, and the sampled tokens per second. All seconds are medians
+of five rounds.
 """
 
 from __future__ import annotations
@@ -55,11 +58,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", default="transformers", choices=("transformers", "vllm"))
     parser.add_argument(
-        "--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of vLLM; the trainer has fp32"
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="dtype of vLLM; the trainer has fp32",
     )
     parser.add_argument("--alarms", type=int, default=0)
     parser.add_argument(
-        "--vllms_kernel", action="store_true", help="measure only the adapter alone, with vLLM's own kernel for CPUs"
+        "--vllms_kernel",
+        action="store_true",
+        help="measure only the adapter alone, with vLLM's own kernel for CPUs",
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     args = parser.parse_args()
@@ -77,7 +85,9 @@ def main() -> None:
 
 
 def adapted(path: str) -> Any:
-    config = peft.LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     return add_adapter(load_policy(path, None), config)
 
 
@@ -110,7 +120,9 @@ def measure_vllm(dtype: torch.dtype, rounds: int, *, alone: bool) -> None:
         max_num_seqs=SEQUENCES,
         engine_kwargs=adapter_arguments(*adapter_shape(model)) if alone else None,
     )
-    pusher = ProvenPusher(model, engine, dtype, Precision(None), extension=AdapterPush if alone else PushExtension)
+    pusher = ProvenPusher(
+        model, engine, dtype, Precision(None), extension=AdapterPush if alone else PushExtension
+    )
     proofs: list[PushProof] = []
 
     def pushed() -> None:
@@ -128,7 +140,8 @@ def measure_vllm(dtype: torch.dtype, rounds: int, *, alone: bool) -> None:
     print(f"{'adapter alone' if alone else 'merged'}, {dtype}:")
     print(f"  first push: {first.bytes / 1e6:.1f} MB, {first.seconds:.3f} s")
     print(
-        f"  later pushes: {proofs[-1].push.bytes / 1e6:.1f} MB, {alone_in_push:.3f} s; {whole:.3f} s with a sampled probe"
+        f"  later pushes: {proofs[-1].push.bytes / 1e6:.1f} MB, {alone_in_push:.3f} s; {whole:.3f} s with a "
+        f"sampled probe"
     )
     print(
         f"  sampling: {tokens_per_second(engine, rounds):.0f} tokens/s ({SEQUENCES} sequences, {NEW} new tokens each)"
@@ -141,9 +154,14 @@ def count_alarms(dtype: torch.dtype, pushes: int) -> None:
     """Push an adapter that grows from almost nothing, without a fault. If a proof fails, the benchmark ends."""
     path = resolve_model(MODEL)
     model = adapted(path)
-    engine = VLLMInProcess(path, dtype=dtype, max_model_len=256, engine_kwargs=adapter_arguments(*adapter_shape(model)))
+    engine = VLLMInProcess(
+        path, dtype=dtype, max_model_len=256, engine_kwargs=adapter_arguments(*adapter_shape(model))
+    )
     pusher = ProvenPusher(model, engine, dtype, Precision(None), extension=AdapterPush)
-    draw, largest = torch.Generator().manual_seed(0), dict.fromkeys(("adapter_probe", "module_probe", "canary"), 0.0)
+    draw, largest = (
+        torch.Generator().manual_seed(0),
+        dict.fromkeys(("adapter_probe", "module_probe", "canary"), 0.0),
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

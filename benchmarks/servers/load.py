@@ -2,11 +2,12 @@
 
 It measures the server's memory, and compares its throughput with that of vLLM in process.
 
-    make server-load      (real vLLM server, SmolLM2-135M; about thirteen minutes on two cores; ARGS="--minutes 2" for a quick look)
+    make server-load      (real vLLM server, SmolLM2-135M; about thirteen minutes on two cores; ARGS="--minutes 2" for
+    a quick look)
 
-Both get the same requests with the same seeds in the same order. Both decode at most 64 requests together, with the same number of
-threads. First vLLM runs in process, as in a trainer. Then the server answers over HTTP, for as many rounds as fit into the minutes.
-(docs/internals/server.md)
+Both get the same requests with the same seeds in the same order. Both decode at most 64 requests together, with the
+same number of threads. First vLLM runs in process, as in a trainer. Then the server answers over HTTP, for as many
+rounds as fit into the minutes. (docs/internals/server.md)
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def main() -> None:
         f"memory after the first round {first / 2**30:.3f} GiB, at the end {last / 2**30:.3f}: {last / first - 1:+.1%}"
     )
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({"in_process": alone, "served": served}, indent=1) + "\n", encoding="utf-8")
+    args.json.write_text(
+        json.dumps({"in_process": alone, "served": served}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def requests(seed: int) -> list[Any]:
@@ -66,7 +69,9 @@ def requests(seed: int) -> list[Any]:
         prompt = tuple(draw.randrange(100, 40_000) for _ in range(draw.randint(*PROMPTS)))
         for sample in range(4):
             key = RequestKey(f"r{seed}/{number}", sample)
-            batch.append(GenerationRequest(key, prompt, Sampling(draw.randint(*LENGTHS)), draw.getrandbits(60)))
+            batch.append(
+                GenerationRequest(key, prompt, Sampling(draw.randint(*LENGTHS)), draw.getrandbits(60))
+            )
     return batch
 
 
@@ -104,7 +109,10 @@ def in_process() -> list[float]:
 
 
 def in_separate_process() -> list[float]:
-    """The rates of vLLM in a separate process. No server runs at the same time, because two engines would slow each other down."""
+    """The rates of vLLM in a separate process.
+
+    No server runs at the same time, because two engines would slow each other down.
+    """
     command = [sys.executable, "-m", "benchmarks.servers.load", "--in_process"]
     found = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, encoding="utf-8")
     return json.loads(found.stdout.splitlines()[-1])
@@ -128,7 +136,10 @@ def on_a_server(minutes: float) -> list[dict[str, float]]:
         while len(rows) < _FEWEST_ROUNDS or time.monotonic() - start < 60 * minutes:
             rate = round_on(engine, len(rows))
             rows.append({"at": time.monotonic() - start, "rate": rate, "bytes": resident_bytes(pid)})
-            print(f"{rows[-1]['at']:5.0f} s  {rate:5.0f} tokens/s  {rows[-1]['bytes'] / 2**30:.3f} GiB", flush=True)
+            print(
+                f"{rows[-1]['at']:5.0f} s  {rate:5.0f} tokens/s  {rows[-1]['bytes'] / 2**30:.3f} GiB",
+                flush=True,
+            )
         engine.close()
     return rows
 

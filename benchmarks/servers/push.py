@@ -2,10 +2,10 @@
 
     make server-sync      (real vLLM server, SmolLM2-135M; about four minutes on two cores)
 
-Each round measures a copy of the bytes into newly allocated memory, a copy into memory that was allocated before, and a whole push
-through each transport, with digests, caches and version. After each push every module is probed, and the parity gap is measured
-on tokens that the server then samples. If a probe or gap is outside its limits, the benchmark ends. Memory is the peak of trainer
-and server during a push, minus their memory before it.
+Each round measures a copy of the bytes into newly allocated memory, a copy into memory that was allocated before, and
+a whole push through each transport, with digests, caches and version. After each push every module is probed, and the
+parity gap is measured on tokens that the server then samples. If a probe or gap is outside its limits, the benchmark
+ends. Memory is the peak of trainer and server during a push, minus their memory before it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument(
-        "--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of the server; the trainer has fp32"
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="dtype of the server; the trainer has fp32",
     )
     parser.add_argument("--json", type=Path, default=Path("runs/bench/server_sync.json"))
     args = parser.parse_args()
@@ -61,11 +64,14 @@ def report(medians: dict[str, float]) -> None:
         "(the two ratios: to a copy into newly allocated memory, and to a copy into memory that was allocated before)"
     )
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    print(f"(copied in this process, with GLIBC_TUNABLES={tunables!r}: huge pages only where that asks for them)")
+    print(
+        f"(copied in this process, with GLIBC_TUNABLES={tunables!r}: huge pages only where that asks for them)"
+    )
     for name, limit in GOALS.items():
         found = medians[f"push, {name}"] / medians[NEW]
         print(
-            f"{name}: the goal is at most {limit:.0f} × a copy, reached {found:.2f} ×: {'yes' if found <= limit else 'NO'}"
+            f"{name}: the goal is at most {limit:.0f} × a copy, reached {found:.2f} ×: "
+            f"{'yes' if found <= limit else 'NO'}"
         )
 
 
@@ -118,7 +124,9 @@ def gap_of(engine: Any, model: Any, held: Any, version: int) -> float:
 
     draw = torch.Generator().manual_seed(version)
     prompts = torch.randint(100, 40_000, (4, 16), generator=draw).tolist()
-    requests = [GenerationRequest(RequestKey(f"p{i}", 0), tuple(ids), Sampling(8), i) for i, ids in enumerate(prompts)]
+    requests = [
+        GenerationRequest(RequestKey(f"p{i}", 0), tuple(ids), Sampling(8), i) for i, ids in enumerate(prompts)
+    ]
     stats = GapStats()
     for completion in engine.generate(requests).values():
         ids = torch.tensor([[*completion.prompt_ids.tolist(), *completion.token_ids.tolist()]])

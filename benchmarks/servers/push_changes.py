@@ -1,10 +1,12 @@
-"""Measure bytes and seconds per push, if only changed elements are sent and if all weights are sent. (docs/internals/sync.md)
+"""Measure bytes and seconds per push, if only changed elements are sent and if all weights are sent.
+(docs/internals/sync.md)
 
     make push-changes      (real vLLM server in bf16, SmolLM2-135M; about five minutes on two cores)
 
-Trains `recipes/arithmetic.yaml` with a server over gloo, at the recipe's learning rate and at 1e-6, without warm-up, so that the
-learning rate is the same in all steps. Every optimizer step is a real one, and every push is proven as in any run. The figures are
-metrics of the run (`push/bytes`, `push/seconds`, `push/changed`). The pushes before the first optimizer step are left out.
+Trains `recipes/arithmetic.yaml` with a server over gloo, at the recipe's learning rate and at 1e-6, without warm-up,
+so that the learning rate is the same in all steps. Every optimizer step is a real one, and every push is proven as in
+any run. The figures are metrics of the run (`push/bytes`, `push/seconds`, `push/changed`). The pushes before the
+first optimizer step are left out.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ def main() -> None:
     from benchmarks.servers.started import serving
 
     runs = {}
-    with serving("--dtype", "bfloat16", "--max_model_len", "512") as (url, _), tempfile.TemporaryDirectory() as folder:
+    with (
+        serving("--dtype", "bfloat16", "--max_model_len", "512") as (url, _),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         for rate in RATES:
             for deltas in (True, False):
                 name = f"learning rate {rate:g}, {'changed elements' if deltas else 'all weights'}"
@@ -56,7 +61,14 @@ def pushes(url: str, folder: Path, rate: float, deltas: bool, steps: int) -> lis
         "save_strategy": "no",
         "eval_strategy": "no",
     }
-    command = [sys.executable, "-m", "lockstep.cli.main", "grpo", "--config", str(ROOT / "recipes" / "arithmetic.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep.cli.main",
+        "grpo",
+        "--config",
+        str(ROOT / "recipes" / "arithmetic.yaml"),
+    ]
     command += [word for name, value in fields.items() for word in (f"--{name}", str(value))]
     done = subprocess.run(
         command, capture_output=True, text=True, encoding="utf-8", env={**os.environ, "TQDM_DISABLE": "1"}
@@ -64,7 +76,11 @@ def pushes(url: str, folder: Path, rate: float, deltas: bool, steps: int) -> lis
     if done.returncode:
         sys.exit(f"the run failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    found = [{name: line[name] for name in line if name.startswith("push/")} for line in lines if "push/bytes" in line]
+    found = [
+        {name: line[name] for name in line if name.startswith("push/")}
+        for line in lines
+        if "push/bytes" in line
+    ]
     return found[1:]
 
 

@@ -19,7 +19,10 @@ _START_LIMIT = 300.0
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[tuple[str, int]]:
-    """A server for the 135M model: its URL and its supervisor's process id. Its key is in this process's environment."""
+    """A server for the 135M model: its URL and its supervisor's process id.
+
+    Its key is in this process's environment.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,11 +1,12 @@
 """The models and data sets that TRL's tests name, in a folder that plays the hub's cache.
 
 `scripts/trl_tests.py` calls `build_hub`. TRL's repository has the programs that made these models
-(`scripts/generate_tiny_models`) and data sets (`scripts/generate_zen…`). They are run as they are: the models have TRL's sizes and
-dtypes, and random weights; the data sets have TRL's rows. What the programs would read from a hub is given to them here:
+(`scripts/generate_tiny_models`) and data sets (`scripts/generate_zen…`). They are run as they are: the models have
+TRL's sizes and dtypes, and random weights; the data sets have TRL's rows. What the programs would read from a hub is
+given to them here:
 
-- The tokenizer of every family is Qwen's. Its vocabulary is the file `qwen.tiktoken` of the package `dashscope`, of which nothing
-  else is used. Its further tokens are listed here.
+- The tokenizer of every family is Qwen's. Its vocabulary is the file `qwen.tiktoken` of the package `dashscope`, of
+  which nothing else is used. Its further tokens are listed here.
 - The configurations of text models are the defaults of transformers. Those of models for images are in
   `scripts/trl_stand_ins/vision.py`.
 - Chat templates are those of the installed TRL.
@@ -38,8 +39,22 @@ GENERATORS = "scripts/generate_tiny_models"
 # Qwen3's tokens behind its vocabulary, in the order of their ids. Some models of Qwen call the last four ordinary text.
 FIRST_TOKEN = 151_643
 TOKENS = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>"),
-    *("<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
+    *(
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|object_ref_start|>",
+        "<|object_ref_end|>",
+        "<|box_start|>",
+    ),
+    *(
+        "<|box_end|>",
+        "<|quad_start|>",
+        "<|quad_end|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|vision_pad|>",
+    ),
     *("<|image_pad|>", "<|video_pad|>"),
 )
 MARKS = (
@@ -83,7 +98,10 @@ def build_hub(folder: Path, checkout: Path, files: list[str]) -> tuple[list[str]
     asked = set(re.findall(rf"{ORGANISATION}/((?:tiny|small)-[\w.-]+)", text))
     programs = _programs(checkout, folder)
     tokenizer = qwen_tokenizer()
-    made, missing = [], dict.fromkeys(sorted(asked - programs.keys()), "TRL's repository has no program for it")
+    made, missing = (
+        [],
+        dict.fromkeys(sorted(asked - programs.keys()), "TRL's repository has no program for it"),
+    )
     for name in sorted(asked & programs.keys()):
         if "ForConditionalGeneration" in name and not has_torchvision:
             missing[name] = "it needs torchvision"
@@ -93,7 +111,9 @@ def build_hub(folder: Path, checkout: Path, files: list[str]) -> tuple[list[str]
             made.append(name)
         except (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
             # A program for another version of transformers, or a family without a stand-in.
-            missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+            missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
+                :200
+            ]
             shutil.rmtree(snapshot_of(folder, name).parent.parent)
     return made, missing
 
@@ -138,13 +158,17 @@ def qwen_tokenizer() -> Any:
     """
     found = importlib.util.find_spec("dashscope")
     if found is None or found.origin is None:
-        sys.exit("Qwen's vocabulary is missing. Run `pip install --no-deps dashscope`: the package has its file.")
+        sys.exit(
+            "Qwen's vocabulary is missing. Run `pip install --no-deps dashscope`: the package has its file."
+        )
     ranks = load_tiktoken_bpe(str(Path(found.origin).parent / "resources" / "qwen.tiktoken"))
     letters = bytes_to_unicode()
     written = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = [tuple(written[half] for half in halves(token, ranks)) for token in ranks if len(token) > 1]
     vocabulary = {written[token]: rank for token, rank in ranks.items()}
-    tokenizer = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=merges, bos_token=None, model_max_length=32_768)
+    tokenizer = transformers.Qwen2Tokenizer(
+        vocab=vocabulary, merges=merges, bos_token=None, model_max_length=32_768
+    )
     tokenizer.add_tokens(list(TOKENS), special_tokens=True)
     tokenizer.add_tokens(list(MARKS))
     tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
@@ -154,16 +178,24 @@ def qwen_tokenizer() -> Any:
 
 
 def halves(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """The two tokens whose merge makes this one. A file of tiktoken has tokens in the order of their merges, and no merges."""
+    """The two tokens whose merge makes this one.
+
+    A file of tiktoken has tokens in the order of their merges, and no merges.
+    """
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
-        first = min(range(len(parts) - 1), key=lambda place: ranks.get(parts[place] + parts[place + 1], len(ranks)))
+        first = min(
+            range(len(parts) - 1), key=lambda place: ranks.get(parts[place] + parts[place + 1], len(ranks))
+        )
         parts[first : first + 2] = [parts[first] + parts[first + 1]]
     return parts
 
 
 def _programs(checkout: Path, folder: Path) -> dict[str, str]:
-    """The module that makes a model, by the model's name. They are copied: beside them in the checkout lies TRL itself."""
+    """The module that makes a model, by the model's name.
+
+    They are copied: beside them in the checkout lies TRL itself.
+    """
     shutil.copytree(checkout / GENERATORS, folder / "programs" / "generate_tiny_models", dirs_exist_ok=True)
     sys.path.append(str(folder / "programs"))
     modules = {}
@@ -178,7 +210,9 @@ def _programs(checkout: Path, folder: Path) -> dict[str, str]:
 
 
 def _run(module: str, name: str, tokenizer: Any, snapshot: Path) -> None:
-    """Run TRL's program for one model, with what it would read from a hub given here, and write the model and its tokenizer."""
+    """Run TRL's program for one model, with what it would read from a hub given here, and write the model and its
+    tokenizer.
+    """
     family = re.sub(r"For[A-Z]\w*$", "", name.split("-")[1])
     kind = getattr(transformers, name.split("-")[1], None)
     common = importlib.import_module("generate_tiny_models._common")
@@ -194,7 +228,9 @@ def _run(module: str, name: str, tokenizer: Any, snapshot: Path) -> None:
 
     def generation(model: str, **_: Any) -> Any:
         sampled = next((fields for start, fields in SAMPLED.items() if model.startswith(start)), {})
-        return transformers.GenerationConfig(eos_token_id=[END, PAD], pad_token_id=PAD, do_sample=True, **sampled)
+        return transformers.GenerationConfig(
+            eos_token_id=[END, PAD], pad_token_id=PAD, do_sample=True, **sampled
+        )
 
     def config(_: str, **fields: Any) -> Any:
         return published_config(kind, family, fields)

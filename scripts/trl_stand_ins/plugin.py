@@ -1,11 +1,12 @@
 """A pytest plugin for TRL's tests: it gives their data sets, and puts our trainers in the places of TRL's.
 
-`scripts/trl_tests.py` starts pytest with it, once for each column, and tells it what to do in the variable `TRL_TESTS`. The outcome
-of every test goes into a JSON file.
+`scripts/trl_tests.py` starts pytest with it, once for each column, and tells it what to do in the variable
+`TRL_TESTS`. The outcome of every test goes into a JSON file.
 
-Some tests replace `generate` of the trainer's model by a function that returns made-up ids. Our trainers sample with an engine that
-has a model of its own. In such a test, this engine takes its ids from that function, with the log-probs that its model gives them.
-The two checks that the ids were drawn (`samples`, `draws`) are left out there: nobody drew them.
+Some tests replace `generate` of the trainer's model by a function that returns made-up ids. Our trainers sample with
+an engine that has a model of its own. In such a test, this engine takes its ids from that function, with the
+log-probs that its model gives them. The two checks that the ids were drawn (`samples`, `draws`) are left out there:
+nobody drew them.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def add_missing_questions(tests: Path) -> None:
     They only decide which tests are skipped. The tests' commit and the installed TRL need not be of one version.
     """
     questions = importlib.import_module("trl.import_utils")
-    for name, package in sorted({*re.findall(r"\b(is_(\w+)_available)\b", tests.read_text(encoding="utf-8"))}):
+    for name, package in sorted(
+        {*re.findall(r"\b(is_(\w+)_available)\b", tests.read_text(encoding="utf-8"))}
+    ):
         if not hasattr(questions, name):
             is_there = importlib.util.find_spec(package) is not None
             setattr(questions, name, lambda is_there=is_there: is_there)
@@ -99,7 +102,10 @@ def pytest_runtest_setup(item: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: Any) -> None:
-    """Close what the test left. TRL's tests with vLLM leave variables by which the next trainer takes itself for one of several."""
+    """Close what the test left.
+
+    TRL's tests with vLLM leave variables by which the next trainer takes itself for one of several.
+    """
     from accelerate.state import AcceleratorState
 
     for trainer in list(_trainers):
@@ -160,7 +166,9 @@ def parse_tokenizers_once() -> None:
 
 
 def skip_liger_without_gpu() -> None:
-    """Skip tests that train with Liger's kernels, if there is no GPU: they would stay in the process and fail every later test."""
+    """Skip tests that train with Liger's kernels, if there is no GPU: they would stay in the process and fail every
+    later test.
+    """
     import torch
     from transformers import Trainer
 
@@ -175,7 +183,10 @@ def skip_liger_without_gpu() -> None:
 
 
 def shorten(config: type) -> None:
-    """End runs of this configuration after a few steps and tokens, unless the test says how many. Without a GPU, run in fp32."""
+    """End runs of this configuration after a few steps and tokens, unless the test says how many.
+
+    Without a GPU, run in fp32.
+    """
     import torch
 
     made, known = config.__init__, {field.name for field in dataclasses.fields(config)}
@@ -196,7 +207,10 @@ def shorten(config: type) -> None:
 
 
 def put_ours() -> None:
-    """Put our trainers and configurations in the places of TRL's. Like TRL's, they sample with transformers by default."""
+    """Put our trainers and configurations in the places of TRL's.
+
+    Like TRL's, they sample with transformers by default.
+    """
     import trl
 
     import lockstep
@@ -264,7 +278,11 @@ def from_test(engine: Any, generate: Any, requests: Any) -> list[Any]:
         with torch.no_grad():
             logits = engine.model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1]
         logprobs = [
-            float(processed_logprobs(row, request.sampling, prompt, sampled[:place], end_ids=ends)[sampled[place]])
+            float(
+                processed_logprobs(row, request.sampling, prompt, sampled[:place], end_ids=ends)[
+                    sampled[place]
+                ]
+            )
             for place, row in enumerate(logits)
         ]
         completions.append(

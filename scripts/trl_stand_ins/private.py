@@ -1,7 +1,9 @@
-"""Finds in the source of a test what of TRL's insides it uses, and its models. `plugin.py` writes both beside the test's outcome.
+"""Finds in the source of a test what of TRL's insides it uses, and its models.
 
-Such a test cannot be compared: our trainers have other insides, and where it replaces `generate` its completions are replayed.
-`trainer._metrics` is not in the list: callbacks of users append to it, and ours have it too.
+`plugin.py` writes both beside the test's outcome.
+
+Such a test cannot be compared: our trainers have other insides, and where it replaces `generate` its completions are
+replayed. `trainer._metrics` is not in the list: callbacks of users append to it, and ours have it too.
 """
 
 from __future__ import annotations

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from lockstep.learn.methods.reinforce_pp import ReinforcePPConfig
     from lockstep.learn.methods.rloo import RLOOConfig
     from lockstep.run.programs import generate_rollout_completions
-    from lockstep.run.trainers.methods import GRPOTrainer, OnlineDPOTrainer, PPOTrainer, ReinforcePPTrainer, RLOOTrainer
+    from lockstep.run.trainers.methods import (
+        GRPOTrainer,
+        OnlineDPOTrainer,
+        PPOTrainer,
+        ReinforcePPTrainer,
+        RLOOTrainer,
+    )
 
 __version__ = "0.1.0"
 __all__ = [

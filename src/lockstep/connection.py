@@ -51,21 +51,26 @@ class Connection:
     def update_weights(self, model: PreTrainedModel, version: int) -> SyncRecord:
         """Load a model's weights into the servers, and prove every module that the servers then run.
 
-        The model is not changed. Running requests continue with the new weights, and each token has the version of the weights that
-        sampled it. With `enable_lora`, a running request keeps the adapter that it began with.
+        The model is not changed. Running requests continue with the new weights, and each token has the version of
+        the weights that sampled it. With `enable_lora`, a running request keeps the adapter that it began with.
 
         Args:
             model: a causal language model of the same kind as the servers' model, in any dtype.
             version: number of the weights, chosen by the caller. It must be larger at each update.
 
         Raises:
-            ProofError: servers and model are not of the same kind, or the weights in use differ from those that were sent.
+            ProofError: servers and model are not of the same kind, or the weights in use differ from those that were
+                sent.
             EngineLost: a server was lost; call the error's `recover()` and update again.
         """
         if model is not self._model:
-            check_settings(expected_settings(model, None, self.settings().dtype, min_model_len=2), self.settings())
+            check_settings(
+                expected_settings(model, None, self.settings().dtype, min_model_len=2), self.settings()
+            )
             extension = load(PUSHES["vllm_enable_lora"]) if self._enable_lora else PushExtension
-            self._pusher = ProvenPusher(model, self.engine, self.settings().dtype, Precision(None), extension=extension)
+            self._pusher = ProvenPusher(
+                model, self.engine, self.settings().dtype, Precision(None), extension=extension
+            )
             self._model = model
         assert self._pusher is not None
         return self._pusher.push(version, every_module=True).push
@@ -91,7 +96,9 @@ class Connection:
         return self.engine.score({name: tuple(ids) for name, ids in sequences.items()})
 
     def verify(self) -> tuple[ProbeRecord, GapStats]:
-        """Prove that the servers compute with the model's current weights. The proof covers every module and a few whole sequences.
+        """Prove that the servers compute with the model's current weights.
+
+        The proof covers every module and a few whole sequences.
 
         Returns:
             The probe's errors per weight, and the parity gap on the sequences.
@@ -130,20 +137,22 @@ def connect(
 
     Args:
         url: one base URL or several. Each request goes to the least busy server; weights go to all servers.
-        key_file: file with the servers' key. Default: the variable LOCKSTEP_SERVER_KEY, or the key that a server on this
-            machine saved.
+        key_file: file with the servers' key. Default: the variable LOCKSTEP_SERVER_KEY, or the key that a server on
+            this machine saved.
         timeout: seconds that a call may take, and seconds to wait for a server.
         generation_timeouts: the time limit of one request for a completion, as a multiple of `timeout`.
-        transport: `shared_memory` (one machine), `cuda_ipc` (one GPU), `gloo` (TCP), `nccl` (from GPU to GPU), or `auto`: the
-            fastest one that all servers support, without `nccl`. `cuda_ipc` and `nccl` have not been run on a GPU yet.
-        deltas: whether gloo sends only the elements that have changed, to servers in half precision. This process and each worker
-            then keep a copy of the weights in main memory, if there is room for it.
-        group_host: the address at which servers on other machines reach this machine. This process listens on this address only.
+        transport: `shared_memory` (one machine), `cuda_ipc` (one GPU), `gloo` (TCP), `nccl` (from GPU to GPU), or
+            `auto`: the fastest one that all servers support, without `nccl`. `cuda_ipc` and `nccl` have not been run
+            on a GPU yet.
+        deltas: whether gloo sends only the elements that have changed, to servers in half precision. This process and
+            each worker then keep a copy of the weights in main memory, if there is room for it.
+        group_host: the address at which servers on other machines reach this machine. This process listens on this
+            address only.
         group_port: port on which workers meet this process; 0 means a free port.
-        enable_lora: send only the adapter of a model, and let vLLM's own LoRA apply it. The servers need `--enable_lora`. Several
-            runs may share a server.
-        run: name of the run, of letters and digits. If a run connects again with the same name, its old adapters are removed from
-            the servers. Default: a new name.
+        enable_lora: send only the adapter of a model, and let vLLM's own LoRA apply it. The servers need
+            `--enable_lora`. Several runs may share a server.
+        run: name of the run, of letters and digits. If a run connects again with the same name, its old adapters are
+            removed from the servers. Default: a new name.
 
     Raises:
         InputError: a key cannot be read or is refused, the transport cannot be used, or a server was started without an

@@ -16,8 +16,8 @@ from lockstep.errors import InputError, told
 def sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """The tensor on a device.
 
-    A tensor of the host goes to a GPU from pinned memory, in the order of the stream. PyTorch keeps that memory until the copy has
-    ended. A plain copy would let the host wait until the GPU has done all of its work.
+    A tensor of the host goes to a GPU from pinned memory, in the order of the stream. PyTorch keeps that memory until
+    the copy has ended. A plain copy would let the host wait until the GPU has done all of its work.
     """
     to_gpu = torch.device(device).type == "cuda" and tensor.device.type == "cpu"
     # PyTorch cannot pin a tensor whose elements share memory, as those of `expand` do.
@@ -25,7 +25,10 @@ def sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors on the host, in their shapes and dtypes, without gradients. Those of one dtype are copied together."""
+    """The tensors on the host, in their shapes and dtypes, without gradients.
+
+    Those of one dtype are copied together.
+    """
     held: dict[int, torch.Tensor] = {i: t.detach() for i, t in enumerate(tensors) if t.device.type == "cpu"}
     away = [i for i in range(len(tensors)) if i not in held]
     for dtype in {tensors[i].dtype for i in away}:
@@ -44,7 +47,8 @@ _NONE_VISIBLE = ("", "-1", "none", "void", "nodevfiles")
 
 
 def unused_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """The GPUs of this machine, by the names of their files, if PyTorch uses none of them and the user has not hidden them.
+    """The GPUs of this machine, by the names of their files, if PyTorch uses none of them and the user has not hidden
+    them.
 
     Args:
         devices: the folder in which NVIDIA's driver has a file per GPU.
@@ -72,8 +76,10 @@ def check_driver(environment: Mapping[str, str], instead: str, devices: Path = P
     except (RuntimeError, AssertionError) as error:
         trouble = told(error)
     raise InputError(
-        f"this machine has NVIDIA GPUs ({', '.join(gpus)}), and PyTorch {torch.__version__} cannot use them: {trouble}. Install "
-        f"a driver for CUDA {torch.version.cuda}, or a PyTorch for the driver, and see that {_VISIBLE} names GPUs that exist; "
+        f"this machine has NVIDIA GPUs ({', '.join(gpus)}), and PyTorch {torch.__version__} cannot use them: "
+        f"{trouble}. Install "
+        f"a driver for CUDA {torch.version.cuda}, or a PyTorch for the driver, and see that {_VISIBLE} names "
+        f"GPUs that exist; "
         f"{instead}"
     )
 
@@ -81,7 +87,8 @@ def check_driver(environment: Mapping[str, str], instead: str, devices: Path = P
 def cuda_rounds_float32() -> bool:
     """Whether CUDA multiplies float32 numbers in fewer bits (TF32).
 
-    `torch.get_float32_matmul_precision` raises an error after `tf32: true`, with which transformers uses PyTorch's newer setting.
+    `torch.get_float32_matmul_precision` raises an error after `tf32: true`, with which transformers uses PyTorch's
+    newer setting.
     """
     return torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee")
 
@@ -89,8 +96,8 @@ def cuda_rounds_float32() -> bool:
 def rounds_products(*dtypes: torch.dtype) -> bool:
     """Whether a GPU rounds float32 numbers before it multiplies them (TF32), and one of these dtypes is float32.
 
-    Triton's kernels, which vLLM's attention in float32 is, have a setting of their own: TRITON_F32_DEFAULT. Lockstep sets it to
-    `ieee` for such an engine; a user's own value stays.
+    Triton's kernels, which vLLM's attention in float32 is, have a setting of their own: TRITON_F32_DEFAULT. Lockstep
+    sets it to `ieee` for such an engine; a user's own value stays.
     """
     if torch.float32 not in dtypes or not torch.cuda.is_available():
         return False
@@ -100,10 +107,10 @@ def rounds_products(*dtypes: torch.dtype) -> bool:
 def prepare_cuda() -> None:
     """Choose two settings in which PyTorch's defaults do not fit. Without a GPU they have no effect.
 
-    - cuDNN does not compute attention. It makes a plan for each new shape, and packs have new shapes: on an H200 a pack then took
-      23 to 135 times as long (docs/internals/speed.md). vLLM switches it off too.
-    - Convolutions multiply float32 numbers as matrix products do. PyTorch rounds them (TF32) in convolutions only, such as a
-      vision tower's patch embedding. An engine that computes this embedding as a product does not round.
+    - cuDNN does not compute attention. It makes a plan for each new shape, and packs have new shapes: on an H200 a
+      pack then took 23 to 135 times as long (docs/internals/speed.md). vLLM switches it off too.
+    - Convolutions multiply float32 numbers as matrix products do. PyTorch rounds them (TF32) in convolutions only,
+      such as a vision tower's patch embedding. An engine that computes this embedding as a product does not round.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     if not cuda_rounds_float32():
@@ -129,7 +136,8 @@ Written = dict[torch.device, torch.cuda.Event]
 def written_so_far(tensors: Iterable[torch.Tensor]) -> Written:
     """What this thread's streams have been given to do so far, by GPU of these tensors; nothing for a CPU."""
     return {
-        device: torch.cuda.current_stream(device).record_event() for device in {t.device for t in tensors if t.is_cuda}
+        device: torch.cuda.current_stream(device).record_event()
+        for device in {t.device for t in tensors if t.is_cuda}
     }
 
 

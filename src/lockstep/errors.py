@@ -16,8 +16,8 @@ from lockstep.safe_text import masked, visible
 class LockstepError(RuntimeError):
     """Base class: Lockstep refuses to continue, for the reason in the message.
 
-    The message may quote data, files and settings of others. It shows their controls and hides their secrets, wherever it ends
-    up: in a traceback of a script, in a log, in a file of the run.
+    The message may quote data, files and settings of others. It shows their controls and hides their secrets,
+    wherever it ends up: in a traceback of a script, in a log, in a file of the run.
     """
 
     def __init__(self, *said: object) -> None:
@@ -66,8 +66,8 @@ class EngineLost(LockstepError):
 
     Args:
         message: which engine, what was asked of it, and what happened.
-        recover: waits for a bounded time until the engine answers again, and raises `LockstepError` if it does not. All earlier
-            answers and weights of the engine are void.
+        recover: waits for a bounded time until the engine answers again, and raises `LockstepError` if it does not.
+            All earlier answers and weights of the engine are void.
         refused: whether the engine did answer, with an error of its own.
     """
 
@@ -82,7 +82,9 @@ PROOFS_PAGE = "docs/troubleshooting/proofs.md"
 
 
 class ProofError(LockstepError):
-    """A proof of agreement between trainer and engine failed. The last line of the message names the page that explains the proof.
+    """A proof of agreement between trainer and engine failed.
+
+    The last line of the message names the page that explains the proof.
 
     Args:
         check: name of the failed proof in the receipt (`echo`, `version`, `handshake`, `gap`, …).
@@ -130,8 +132,8 @@ def names_path(path: PathLike[str]) -> Iterator[None]:
 def writing(what: str, folder: PathLike[str], otherwise: Callable[[], str] = str) -> Iterator[None]:
     """Within the block, libraries write files. Whatever they raise if they cannot is one error, of one line.
 
-    Python's files, safetensors, tokenizers and torch raise four different kinds when a disk is full: tokenizers a bare `Exception`,
-    torch a `RuntimeError` that names no file.
+    Python's files, safetensors, tokenizers and torch raise four different kinds when a disk is full: tokenizers a
+    bare `Exception`, torch a `RuntimeError` that names no file.
 
     Args:
         what: what is written.
@@ -155,7 +157,9 @@ def writing(what: str, folder: PathLike[str], otherwise: Callable[[], str] = str
         free = shutil.disk_usage(place).free / 2**30
         why = one_line(error)
         more = "".join(f"; {text}" for text in [otherwise()] if text)
-        raise LockstepError(f"{what} could not be written ({free:.1f} GiB free in {folder}): {why}{more}") from error
+        raise LockstepError(
+            f"{what} could not be written ({free:.1f} GiB free in {folder}): {why}{more}"
+        ) from error
 
 
 # The part of a library's text that an error quotes. Some libraries print whole configurations.
@@ -165,9 +169,12 @@ _PACKAGES = ("site-packages/", "dist-packages/")
 
 @contextmanager
 def foreign_errors(what: str, kind: type[LockstepError] = LockstepError) -> Iterator[None]:
-    """Within the block, an engine or a library works. Whatever it raises becomes one line with its type, its text and its place.
+    """Within the block, an engine or a library works.
 
-    It may also stand above a function as its decorator. The library's own error, with its traceback, is the new error's cause.
+    Whatever it raises becomes one line with its type, its text and its place.
+
+    It may also stand above a function as its decorator. The library's own error, with its traceback, is the new
+    error's cause.
 
     Args:
         what: what has failed then, as the beginning of a sentence: "vLLM cannot load MODEL".

@@ -1,4 +1,6 @@
-"""What the core asks of extras by name: where each thing stands, as `module:attribute`. It is imported when it is asked for.
+"""What the core asks of extras by name: where each thing stands, as `module:attribute`.
+
+It is imported when it is asked for.
 
 An extra is a folder of `lockstep.extras`. It may import everything, and nothing of the core imports it. A run that
 asks for no extra needs none of their packages.
@@ -21,13 +23,18 @@ COMMANDS: dict[str, str] = {
 # The dataclasses whose fields are those of a command.
 FIELDS: dict[str, tuple[str, ...]] = {
     "gateway": ("lockstep.extras.agents.gateway_command:GatewayArguments", "lockstep:GRPOConfig"),
-    "verify": ("lockstep.extras.verify.verify_command:VerifyArguments", "lockstep.extras.verify.stage:StageConfig"),
+    "verify": (
+        "lockstep.extras.verify.verify_command:VerifyArguments",
+        "lockstep.extras.verify.stage:StageConfig",
+    ),
 }
 # What rolls out instead of the plain program, by the trainer's argument that asks for it.
 PROGRAMS: dict[str, str] = {"agent": "lockstep.extras.agents.agent_program:RolloutAgents"}
-# Libraries that shard models, by the argument that asks: what reads their configuration (a `Sharding` of `shards/settings.py`).
+# Libraries that shard models, by the argument that asks: what reads their configuration (a `Sharding` of
+# `shards/settings.py`).
 SHARDINGS: dict[str, str] = {"deepspeed": "lockstep.extras.deepspeed.settings:take_zero_settings"}
-# What is added to the pushes into an engine and to their proofs, by the option that asks: a `PushExtension` of `watch/push.py`.
+# What is added to the pushes into an engine and to their proofs, by the option that asks: a `PushExtension` of
+# `watch/push.py`.
 PUSHES: dict[str, str] = {
     "vllm_quantization": "lockstep.extras.fp8.quantised_push:QuantisedPush",
     "vllm_enable_lora": "lockstep.extras.lora_alone.adapter_proof:AdapterPush",
@@ -70,5 +77,6 @@ def load(place: str) -> Any:
         if missing == "lockstep" or folder not in _PIP_EXTRAS:
             raise
         raise InputError(
-            f"lockstep.extras.{folder} needs {missing}, not installed here: pip install 'lockstep-rl[{_PIP_EXTRAS[folder]}]'"
+            f"lockstep.extras.{folder} needs {missing}, not installed here: pip install "
+            f"'lockstep-rl[{_PIP_EXTRAS[folder]}]'"
         ) from error

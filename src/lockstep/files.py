@@ -1,4 +1,5 @@
-"""Writes files so that each has its whole old content or its whole new content, also after a kill, a full disk or a crash.
+"""Writes files so that each has its whole old content or its whole new content, also after a kill, a full disk or a
+crash.
 
 Every file of a run is written by these functions. `tests/training/test_every_write.py` finds code that writes in
 another way.
@@ -30,7 +31,9 @@ _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Within the block, the new content of a file is written. At the end of the block it replaces the old one in one step.
+    """Within the block, the new content of a file is written.
+
+    At the end of the block it replaces the old one in one step.
 
     What is not a regular file, such as a pipe or a terminal, is written to directly.
 
@@ -85,7 +88,8 @@ def append_line(path: Path, line: str, *, durable: bool = False) -> None:
     """Append a line to a log. If that fails, the log is as it was before.
 
     Args:
-        durable: whether the line must be on the disk when the function returns, so that a crash of the machine does not lose it.
+        durable: whether the line must be on the disk when the function returns, so that a crash of the machine does
+            not lose it.
 
     Raises:
         OSError: the line cannot be written.
@@ -118,7 +122,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def publish_folder(made: Path, place: Path) -> None:
-    """Give a finished folder its name. A folder with that name is whole at every moment, also after a crash of the machine.
+    """Give a finished folder its name.
+
+    A folder with that name is whole at every moment, also after a crash of the machine.
 
     Args:
         made: the folder, on the same file system.
@@ -134,7 +140,9 @@ def publish_folder(made: Path, place: Path) -> None:
 
 @contextmanager
 def making_folder(place: Path) -> Iterator[Path]:
-    """Within the block, a folder is filled under another name beside its place. At the end of the block it gets its name.
+    """Within the block, a folder is filled under another name beside its place.
+
+    At the end of the block it gets its name.
 
     Raises:
         OSError: the files cannot be brought to the disk. There is no folder.
@@ -204,7 +212,10 @@ def _remove_dead(folder: Path) -> None:
 
 
 def free_name(wanted: Path) -> Path:
-    """The path itself if it does not exist, else the first of `NAME-2`, `NAME-3`, … that does not exist. The suffix is kept."""
+    """The path itself if it does not exist, else the first of `NAME-2`, `NAME-3`, … that does not exist.
+
+    The suffix is kept.
+    """
     path, number = wanted, 2
     while os.path.lexists(path):
         path = wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}")

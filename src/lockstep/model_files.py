@@ -51,7 +51,9 @@ def build_empty(kind: Any, config: Any, **arguments: Any) -> Any:
 
 
 def load_adapter(model: Any, path: str) -> tuple[Any, Any]:
-    """A loaded model with a saved adapter on it, which can be trained. Importing PEFT takes seconds, and few callers need it.
+    """A loaded model with a saved adapter on it, which can be trained.
+
+    Importing PEFT takes seconds, and few callers need it.
 
     Returns:
         The `peft.PeftModel`, and torch's report of what the file lacks and what the model has no place for.
@@ -70,7 +72,8 @@ def load_adapter(model: Any, path: str) -> tuple[Any, Any]:
 
 @contextmanager
 def code_refused() -> Iterator[None]:
-    """Inside the context, transformers refuses a model's own code where another library loads files and does not say so.
+    """Inside the context, transformers refuses a model's own code where another library loads files and does not say
+    so.
 
     vLLM makes parts of some models from their configs without `trust_remote_code`.
     """
@@ -90,6 +93,7 @@ def _about_code(error: ValueError, path: str) -> ValueError:
     if isinstance(error, InputError) or "trust_remote_code" not in str(error):
         return error
     return InputError(
-        f"{path} needs custom code that comes with its files, and Lockstep does not run such code (trust_remote_code is always "
+        f"{path} needs custom code that comes with its files, and Lockstep does not run such code "
+        f"(trust_remote_code is always "
         "False): give a model whose classes are part of the installed transformers"
     )

@@ -42,11 +42,15 @@ def expanded(name: str) -> Path:
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
-        raise InputError(f"{name}: the home directory that ~ stands for is not known; write the whole path") from error
+        raise InputError(
+            f"{name}: the home directory that ~ stands for is not known; write the whole path"
+        ) from error
 
 
 def missing_home(given: Mapping[str, str]) -> dict[str, str]:
-    """Variables that a user without a home or a name needs; empty for others. A folder that they name is removed at the end.
+    """Variables that a user without a home or a name needs; empty for others.
+
+    A folder that they name is removed at the end.
 
     Args:
         given: the environment.
@@ -62,14 +66,16 @@ def missing_home(given: Mapping[str, str]) -> dict[str, str]:
     if not home:
         home = made["HOME"] = str(folder_until_exit("lockstep-home-"))
         _logger.warning(
-            "HOME is not set, and this user has no name: converted models and caches go to %s and are not kept. Set HOME "
+            "HOME is not set, and this user has no name: converted models and caches go to %s and are not "
+            "kept. Set HOME "
             "to keep them",
             home,
         )
     elif not given.get("XDG_CACHE_HOME") and not _is_or_can_be(Path(home, ".cache")):
         made["XDG_CACHE_HOME"] = str(folder_until_exit("lockstep-cache-"))
         _logger.warning(
-            "%s/.cache cannot be made: converted models and caches go to %s and are not kept. Set XDG_CACHE_HOME or HOME "
+            "%s/.cache cannot be made: converted models and caches go to %s and are not kept. Set "
+            "XDG_CACHE_HOME or HOME "
             "to a folder that can be written",
             home.rstrip("/"),
             made["XDG_CACHE_HOME"],
@@ -86,8 +92,9 @@ def _is_or_can_be(folder: Path) -> bool:
     return True
 
 
-# Each variable, and where its library keeps the folder if it is not set. Empty: in the shared temporary folder. None: beside the
-# library's own files. All were found in the sources of the packages that a run installs (docs/internals/server.md).
+# Each variable, and where its library keeps the folder if it is not set. Empty: in the shared temporary folder. None:
+# beside the library's own files. All were found in the sources of the packages that a run installs
+# (docs/internals/server.md).
 FOLDERS: dict[str, str | None] = {
     "TORCHINDUCTOR_CACHE_DIR": "",
     "QUACK_CACHE_DIR": "",
@@ -123,8 +130,8 @@ def use_private_caches() -> None:
 def private_caches(given: Mapping[str, str]) -> dict[str, str]:
     """Variables that name folders of ours, for each library that would otherwise use a folder that others can change.
 
-    Ours are in `$XDG_CACHE_HOME/lockstep/compiled`, by default in `~/.cache`, which is made with mode 0700. If the home directory
-    cannot hold such a folder, it is a new temporary folder, which this process removes when it ends.
+    Ours are in `$XDG_CACHE_HOME/lockstep/compiled`, by default in `~/.cache`, which is made with mode 0700. If the
+    home directory cannot hold such a folder, it is a new temporary folder, which this process removes when it ends.
 
     Args:
         given: the environment.
@@ -147,7 +154,9 @@ def private_caches(given: Mapping[str, str]) -> dict[str, str]:
             made[name] = str(_absolute(usual.format(**places), home))
     if unsafe:
         named = given.get(_CACHES, "")
-        ours = _our_folder(_absolute(named or f"{home}/.cache", home) / "lockstep" / "compiled", named=bool(named))
+        ours = _our_folder(
+            _absolute(named or f"{home}/.cache", home) / "lockstep" / "compiled", named=bool(named)
+        )
         made |= {name: str(ours / name.lower()) for name in unsafe}
     return made
 
@@ -155,7 +164,8 @@ def private_caches(given: Mapping[str, str]) -> dict[str, str]:
 def why_not_private(path: Path) -> str | None:
     """Why another user can change what is in a folder; None: nobody else can, apart from root.
 
-    Every folder and every link on the way to it is examined. A folder that is missing is private if only this user can make it.
+    Every folder and every link on the way to it is examined. A folder that is missing is private if only this user
+    can make it.
 
     Args:
         path: an absolute path.
@@ -199,7 +209,9 @@ def _others_write(found: os.stat_result) -> bool:
         own, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(found.st_gid)
     except KeyError:
         return True
-    return (group.gr_gid, group.gr_name) != (own.pw_gid, own.pw_name) or not set(group.gr_mem) <= {own.pw_name}
+    return (group.gr_gid, group.gr_name) != (own.pw_gid, own.pw_name) or not set(group.gr_mem) <= {
+        own.pw_name
+    }
 
 
 def _check_named(name: str, value: str, home: str) -> None:
@@ -212,7 +224,8 @@ def _check_named(name: str, value: str, home: str) -> None:
         why = f"it cannot be made ({error.strerror})"
     if why is not None:
         raise InputError(
-            f"{name}={value}: {why}. A library executes what it finds there: name a folder that only you can change, or unset "
+            f"{name}={value}: {why}. A library executes what it finds there: name a folder that only you can "
+            f"change, or unset "
             f"{name}"
         )
 
@@ -229,7 +242,8 @@ def _our_folder(ours: Path, *, named: bool) -> Path:
         why = f"it cannot be made ({error.strerror})"
     if named:
         raise InputError(
-            f"{_CACHES} is set, and {ours} cannot be a folder that only you can change: {why}. A library executes what it finds "
+            f"{_CACHES} is set, and {ours} cannot be a folder that only you can change: {why}. A library "
+            f"executes what it finds "
             f"there: name a folder of your own, or unset {_CACHES}"
         )
     temporary = folder_until_exit("lockstep-compiled-")

@@ -30,11 +30,16 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
 def for_users_code(given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of agents, environments and other code of the user's: all of this process's without the server's key.
+    """The environment of agents, environments and other code of the user's: all of this process's without the
+    server's key.
 
     Tokens of other services stay, because this code may need them.
     """
-    return {name: value for name, value in (os.environ if given is None else given).items() if name != KEY_VARIABLE}
+    return {
+        name: value
+        for name, value in (os.environ if given is None else given).items()
+        if name != KEY_VARIABLE
+    }
 
 
 def for_helpers(given: Mapping[str, str] | None = None) -> dict[str, str]:

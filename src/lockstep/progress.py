@@ -31,8 +31,8 @@ from rich.text import Text
 from lockstep.safe_text import masked
 from lockstep.terminal import Terminal
 
-# Seconds of silence before the first line, and until a wait is told. Each further line of the same silence or wait comes after
-# twice the time, up to the longest.
+# Seconds of silence before the first line, and until a wait is told. Each further line of the same silence or wait
+# comes after twice the time, up to the longest.
 FIRST = 5.0
 _LONGEST = 60.0
 
@@ -99,7 +99,12 @@ class waiting:
     __slots__ = ("is_work", "limit", "now", "since", "what")
 
     def __init__(
-        self, what: str, limit: float | None = None, now: Callable[[], str] = str, *, verb: str = "waiting for "
+        self,
+        what: str,
+        limit: float | None = None,
+        now: Callable[[], str] = str,
+        *,
+        verb: str = "waiting for ",
     ) -> None:
         self.what, self.limit, self.now, self.since = verb + what, limit, now, 0.0
         self.is_work = not verb
@@ -144,7 +149,9 @@ class Waits:
         self.__init__()  # type: ignore[misc]
 
     def lines(self, now: float, least: float) -> dict[str, str]:
-        """Of the waits that last for at least so many seconds: what each is for, and the line about it, the oldest first."""
+        """Of the waits that last for at least so many seconds: what each is for, and the line about it, the oldest
+        first.
+        """
         together: dict[str, list[waiting]] = {}
         # One call of the interpreter, because other threads change the set.
         for wait in sorted(self.open.copy(), key=lambda wait: wait.since):
@@ -242,7 +249,8 @@ class StatusLine:
             self._print(f"{text} …")
             self._heartbeat.printed()
         elif self._live is None:
-            # Libraries that are imported during the work keep references to the streams, so the streams must be the real ones.
+            # Libraries that are imported during the work keep references to the streams, so the streams must be the
+            # real ones.
             self._live = Live(
                 console=self._console, get_renderable=self._line, refresh_per_second=8, transient=True,
                 redirect_stdout=False, redirect_stderr=False,

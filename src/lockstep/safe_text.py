@@ -24,7 +24,8 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
-# Controls but newline and tab; orders about the direction of text; what has no width; surrogates; joiners; selectors and tags.
+# Controls but newline and tab; orders about the direction of text; what has no width; surrogates; joiners; selectors
+# and tags.
 _MAYBE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f"
     "\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
@@ -37,16 +38,24 @@ _JOINING = re.compile(
 # Words of these scripts are not set apart by spaces, and a space without width says where a line may end.
 _WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff]")
 _SELECTORS = re.compile("[\u180b-\u180d\u180f\ufe00-\ufe0f\U000e0100-\U000e01ef]")
-_FLAG, _TAGS, _END_OF_TAGS = "\U0001f3f4", re.compile("[\U000e0030-\U000e0039\U000e0061-\U000e007a]"), "\U000e007f"
+_FLAG, _TAGS, _END_OF_TAGS = (
+    "\U0001f3f4",
+    re.compile("[\U000e0030-\U000e0039\U000e0061-\U000e007a]"),
+    "\U000e007f",
+)
 
 
 def visible(text: str) -> str:
-    r"""The text with an escape, as Python writes it, for each character that would be obeyed or hidden. Newlines and tabs stay."""
+    r"""The text with an escape, as Python writes it, for each character that would be obeyed or hidden.
+
+    Newlines and tabs stay.
+    """
     if _MAYBE.search(text) is None:
         return text
     tags = _flags(text)
     return _MAYBE.sub(
-        lambda found: found[0] if found.start() in tags or _belongs(text, found.start()) else _name(found[0]), text
+        lambda found: found[0] if found.start() in tags or _belongs(text, found.start()) else _name(found[0]),
+        text,
     )
 
 
@@ -134,7 +143,9 @@ _LOOKS = (
     re.compile(r"(\b(?i:bearer)\s+)(?!(?i:tokens?|auth\w*|schemes?|headers?)\b)[A-Za-z0-9._~+/=-]{6,}"),
     # The user and the password of an address. `git@` is everybody's name.
     re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]{0,20}://)(?!git@)[^\s/?#'\"]{1,2000}(?=@)"),
-    re.compile(r"(?<![\w@/.:-])(?!mailto:)[\w.+-]{1,64}:[^\s:/@'\"]{3,}(?=@(?!sha\d)(?:[\w-]+\.[\w.-]+|localhost\b))"),
+    re.compile(
+        r"(?<![\w@/.:-])(?!mailto:)[\w.+-]{1,64}:[^\s:/@'\"]{3,}(?=@(?!sha\d)(?:[\w-]+\.[\w.-]+|localhost\b))"
+    ),
 )
 # A name that may be secret, and its value: name=value, name: value, 'name': 'value', --name value.
 _PAIR = re.compile(
@@ -151,8 +162,8 @@ def is_secret_name(name: str, value: Any = "") -> bool:
     """Whether a value of this name is a secret.
 
     Args:
-        name: the name of a setting, a variable or a header: `hub_token`, `x-api-key`, `HF_TOKEN`. Names of pieces of text
-            (`eos_token`), of counts (`max_tokens`) and of files (`key_file`) name no secret.
+        name: the name of a setting, a variable or a header: `hub_token`, `x-api-key`, `HF_TOKEN`. Names of pieces of
+            text (`eos_token`), of counts (`max_tokens`) and of files (`key_file`) name no secret.
         value: None and booleans are no secrets: `token: true` asks for a login that is stored elsewhere.
     """
     if value is None or isinstance(value, bool):
@@ -176,12 +187,14 @@ def is_secret_name(name: str, value: Any = "") -> bool:
 
 
 def without_secrets(value: Any, *, by_name: bool = True) -> Any:
-    """A copy of a setting without its secrets: mappings lose the entries that are secret by name, texts what looks like a secret.
+    """A copy of a setting without its secrets: mappings lose the entries that are secret by name, texts what looks
+    like a secret.
 
     Lists and mappings may be nested. What has no secret is returned as it is.
 
     Args:
-        by_name: whether the keys of mappings are names of settings. They are not where users choose them, as for rewards.
+        by_name: whether the keys of mappings are names of settings. They are not where users choose them, as for
+            rewards.
     """
     if isinstance(value, str):
         kept: Any = _without_looks(value, exact=True)
@@ -204,7 +217,9 @@ def without_secrets(value: Any, *, by_name: bool = True) -> Any:
 
 
 def masked(text: str) -> str:
-    """A sentence in which `(hidden)` stands for each secret: what looks like one, and the values of names that are secret."""
+    """A sentence in which `(hidden)` stands for each secret: what looks like one, and the values of names that are
+    secret.
+    """
     return _without_looks(text, exact=False)
 
 

@@ -34,9 +34,9 @@ from pathlib import Path
 from lockstep.safe_text import masked, visible
 
 _ABOUT_SETTINGS = ("lockstep.config.", "lockstep.learn.methods.")
-# Programs that read TRL's logs find its words here (CONTRIBUTING.md). The logger is not a child of `trl`, which does not
-# propagate once TRL is imported, and not of `lockstep`, whose lines are printed. Without a handler, Python would print the
-# words itself.
+# Programs that read TRL's logs find its words here (CONTRIBUTING.md). The logger is not a child of `trl`, which does
+# not propagate once TRL is imported, and not of `lockstep`, whose lines are printed. Without a handler, Python would
+# print the words itself.
 TRL_LOGGER = logging.getLogger("lockstep_trl")
 TRL_LOGGER.addHandler(logging.NullHandler())
 # Other libraries change the level of the root logger, which would count otherwise.
@@ -70,7 +70,9 @@ def show_messages() -> None:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Within the block nothing is collected. Objects that were made until its end are never looked at again (`gc.freeze`).
+    """Within the block nothing is collected.
+
+    Objects that were made until its end are never looked at again (`gc.freeze`).
 
     Such blocks may be nested. A collector that was off before stays off.
     """
@@ -89,7 +91,10 @@ _BUILD = re.compile(r"""^__version__ = ['"][^'"+]*\+?([^'"]*)['"]""", re.MULTILI
 
 
 def hide_other_builds() -> list[str]:
-    """Hide these packages if torch is a CPU build and they are CUDA builds; returns the hidden names. Imports none of them."""
+    """Hide these packages if torch is a CPU build and they are CUDA builds; returns the hidden names.
+
+    Imports none of them.
+    """
     if _build("torch") != "cpu":
         return []
     hidden = [name for name in _BESIDE_TORCH if name not in sys.modules and _build(name).startswith("cu")]

@@ -1,4 +1,5 @@
-"""rich's console for panels, tables and lines of a run: texts cannot steer the terminal, and a terminal that is gone ends nothing.
+"""rich's console for panels, tables and lines of a run: texts cannot steer the terminal, and a terminal that is gone
+ends nothing.
 
 The linter forbids rich's own `Console` elsewhere. A write that fails, because the reader of a pipe is gone or a disk
 is full, is dropped: a run that trains must not end because of its lines.

@@ -36,7 +36,8 @@ _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Seconds between two attempts to end a function that ignores the first one, and the number of attempts after which it is said.
+# Seconds between two attempts to end a function that ignores the first one, and the number of attempts after which it
+# is said.
 _AGAIN, _ATTEMPTS = 1.0, 10
 # Seconds within which a thread that executes Python code raises an exception that was set in it.
 _DELIVERED = 0.1
@@ -79,8 +80,8 @@ def ended_within(seconds: float, what: str, call: Callable[[], T]) -> T:
     """The result of a call.
 
     Args:
-        seconds: the time limit. In the main thread it ends everything but C code that never returns to Python, and says so after
-            some seconds; in another thread it ends Python code, but no call that blocks.
+        seconds: the time limit. In the main thread it ends everything but C code that never returns to Python, and
+            says so after some seconds; in another thread it ends Python code, but no call that blocks.
         what: what is called, for messages.
 
     Raises:
@@ -120,7 +121,8 @@ def _limit(seconds: float, what: str) -> Iterator[threading.Event]:
             wait, attempts = _AGAIN, attempts + 1
             if number is not None and attempts == _ATTEMPTS:
                 _logger.warning(
-                    f"{what} took longer than {seconds:g} s and cannot be ended: it is in code that returns to Python for no "
+                    f"{what} took longer than {seconds:g} s and cannot be ended: it is in code that returns "
+                    f"to Python for no "
                     "signal. The run waits for it"
                 )
             with lock:
@@ -159,7 +161,10 @@ def _limit(seconds: float, what: str) -> Iterator[threading.Event]:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Let a thread raise an error when it next executes Python code. None: nothing that waits for this is raised any more."""
+    """Let a thread raise an error when it next executes Python code.
+
+    None: nothing that waits for this is raised any more.
+    """
     given = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), given)
 
@@ -167,7 +172,8 @@ def _raise_in(thread: int, error: type[BaseException] | None) -> None:
 def _withdraw(thread: int) -> None:
     """Take back an exception that a thread does not raise, because it waits in code that does not return to Python.
 
-    As long as it waits there, every other thread of Python 3.11 would look for it at every call (`_take_what_was_raised`).
+    As long as it waits there, every other thread of Python 3.11 would look for it at every call
+    (`_take_what_was_raised`).
     """
     _raise_in(thread, None)
     _take_what_was_raised(threading.get_ident())
@@ -176,8 +182,9 @@ def _withdraw(thread: int) -> None:
 def _take_what_was_raised(thread: int) -> None:
     """Take an exception that was set in this thread and not yet raised: it must not appear in the code that follows.
 
-    It is raised here once more and caught. Without that, Python 3.11 would believe for ever that an exception waits: it would look
-    for it at every call, and a function that is traced (by a debugger, or for coverage) would never begin.
+    It is raised here once more and caught. Without that, Python 3.11 would believe for ever that an exception waits:
+    it would look for it at every call, and a function that is traced (by a debugger, or for coverage) would never
+    begin.
     """
     try:
         _raise_in(thread, _TooLate)
@@ -214,7 +221,10 @@ _ENDING = 10.0
 
 
 class CallLoop:
-    """A thread that runs coroutines. Any other thread may start one in it. A time limit in a coroutine covers the whole call."""
+    """A thread that runs coroutines.
+
+    Any other thread may start one in it. A time limit in a coroutine covers the whole call.
+    """
 
     def __init__(self, name: str = "lockstep-calls") -> None:
         self._closed = False
@@ -252,7 +262,10 @@ class CallLoop:
         return self.start(call, lambda found: found).result()
 
     def close(self) -> None:
-        """Cancel every call, and end the thread. Safe to call again. If a call blocks the thread, `close` stops waiting for it."""
+        """Cancel every call, and end the thread.
+
+        Safe to call again. If a call blocks the thread, `close` stops waiting for it.
+        """
         if self._closed:
             return
         self._closed = True
@@ -261,7 +274,10 @@ class CallLoop:
 
 
 async def _serve(started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
-    """Keep the loop running until the event is set. `asyncio.run` then cancels the remaining calls, and closes the loop."""
+    """Keep the loop running until the event is set.
+
+    `asyncio.run` then cancels the remaining calls, and closes the loop.
+    """
     stopped = asyncio.Event()
     started.set_result((asyncio.get_running_loop(), stopped))
     await stopped.wait()
@@ -370,8 +386,8 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T], timeout: float, names: str)
         names: names of the functions that it awaits, for the error.
 
     Raises:
-        InputError: a function blocked the loop, so that it was not cancelled in time. The thread continues in the background. The
-            process can end without it.
+        InputError: a function blocked the loop, so that it was not cancelled in time. The thread continues in the
+            background. The process can end without it.
     """
     loop = USERS_LOOP.get()
     found = asyncio.run_coroutine_threadsafe(_guarded(coroutine), loop)
@@ -385,7 +401,8 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T], timeout: float, names: str)
         found.cancel()
         USERS_LOOP.leave(loop)
         raise InputError(
-            f"reward function {names} did not give way to its event loop for {timeout:g} s; await what takes long, or make it a "
+            f"reward function {names} did not give way to its event loop for {timeout:g} s; await what takes "
+            f"long, or make it a "
             "plain function"
         ) from error
     except BaseException:
@@ -395,7 +412,9 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T], timeout: float, names: str)
 
 
 def is_coroutine_function(function: Any) -> bool:
-    """Whether a call returns a coroutine: for a coroutine function, an object with such a `__call__`, or a partial of either."""
+    """Whether a call returns a coroutine: for a coroutine function, an object with such a `__call__`, or a partial of
+    either.
+    """
     function = unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 

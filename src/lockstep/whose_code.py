@@ -1,4 +1,6 @@
-"""Tells the user's own code from Lockstep, Python's library and installed packages. Every part that needs to know asks here.
+"""Tells the user's own code from Lockstep, Python's library and installed packages.
+
+Every part that needs to know asks here.
 
 `importlib.metadata` knows which files belong to installed distributions, wherever these lie: in this environment, in
 the system's packages, or in a folder that a `.pth` file or a link names. A distribution that was installed as
@@ -33,7 +35,9 @@ def is_lockstep(value: Any) -> bool:
 
 
 def is_users(value: Any) -> bool:
-    """Whether a class or a function is the user's own: it stands in no installed package, and was perhaps typed into a prompt."""
+    """Whether a class or a function is the user's own: it stands in no installed package, and was perhaps typed into
+    a prompt.
+    """
     if is_lockstep(value):
         return False
     try:
@@ -84,7 +88,8 @@ def _is_editable(distribution: Distribution) -> bool:
 def _tops(distribution: Distribution) -> set[str]:
     """First parts of the paths of a distribution's files."""
     if (record := distribution.read_text("RECORD")) is not None:
-        # One file per line. `distribution.files` would make an object of each of its lines, which takes ten times as long.
+        # One file per line. `distribution.files` would make an object of each of its lines, which takes ten times as
+        # long.
         return {re.split("[/,]", line, maxsplit=1)[0].strip('"') for line in record.splitlines()} - _BESIDE
     if distribution.read_text("installed-files.txt") is not None:
         return {file.parts[0] for file in distribution.files or ()} - _BESIDE

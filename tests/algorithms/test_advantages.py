@@ -17,13 +17,17 @@ from lockstep.algorithms.advantages import (
     whiten,
 )
 
-groups_of_rewards = st.lists(st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=6), min_size=1, max_size=4)
+groups_of_rewards = st.lists(
+    st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=6), min_size=1, max_size=4
+)
 
 
 def test_hand_computed_values() -> None:
     (grouped,) = group_advantages([torch.tensor([1.0, 0.0, 0.0, 1.0])], "group")
     deviation = 0.5773503 + 1e-4
-    assert grouped.tolist() == pytest.approx([0.5 / deviation, -0.5 / deviation, -0.5 / deviation, 0.5 / deviation])
+    assert grouped.tolist() == pytest.approx(
+        [0.5 / deviation, -0.5 / deviation, -0.5 / deviation, 0.5 / deviation]
+    )
     (unscaled,) = group_advantages([torch.tensor([1.0, 0.0, 0.0, 1.0])], "none")
     assert unscaled.tolist() == [0.5, -0.5, -0.5, 0.5]
     first, second = group_advantages([torch.tensor([1.0, 0.0]), torch.tensor([2.0, 2.0])], "batch")
@@ -41,7 +45,8 @@ def test_a_groups_advantages_sum_to_zero_and_equal_rewards_give_exact_zeros(
         assert advantages.shape == group.shape
         if len(set(group.tolist())) == 1:
             assert advantages.tolist() == [0.0] * len(group)
-        # The rounding of the mean is divided by the standard deviation, which may be as small as the constant added to it.
+        # The rounding of the mean is divided by the standard deviation, which may be as small as the constant added
+        # to it.
         assert abs(float(advantages.sum())) < 0.1
 
 
@@ -55,7 +60,9 @@ def test_group_scaling_never_looks_at_other_groups(one: list[float], others: lis
 
 @settings(deadline=None)
 @given(st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=5), st.integers(0, 5))
-def test_a_completion_without_a_score_changes_nothing_for_the_others(rewards: list[float], place: int) -> None:
+def test_a_completion_without_a_score_changes_nothing_for_the_others(
+    rewards: list[float], place: int
+) -> None:
     place = min(place, len(rewards))
     gapped = torch.tensor([*rewards[:place], math.nan, *rewards[place:]])
     functions = (
@@ -89,7 +96,9 @@ def test_each_reward_is_compared_with_the_mean_of_the_others(rewards: list[list[
     found = leave_one_out_advantages([torch.tensor(group) for group in rewards])
     for group, advantages in zip(rewards, found, strict=True):
         others = [(sum(group) - r) / (len(group) - 1) for r in group]
-        assert advantages.tolist() == pytest.approx([r - o for r, o in zip(group, others, strict=True)], abs=1e-4)
+        assert advantages.tolist() == pytest.approx(
+            [r - o for r, o in zip(group, others, strict=True)], abs=1e-4
+        )
         if len(set(group)) == 1:
             assert advantages.tolist() == [0.0] * len(group)
 

@@ -1,5 +1,6 @@
-"""Our advantages and importance weights equal those of TRL 1.16's own `_generate_and_score_completions` for the same rewards and
-log-probs. The test gives generation, scores and rewards to TRL's method; everything after them is TRL's own code."""
+"""Our advantages and importance weights equal those of TRL 1.16's own `_generate_and_score_completions` for the same
+rewards and log-probs. The test gives generation, scores and rewards to TRL's method; everything after them is TRL's
+own code."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ WEIGHTS = torch.tensor([1.0, 0.3])
 
 
 def random_scores(seed: int, groups: int = 5) -> torch.Tensor:
-    """(groups × 4, 2) scores: some are missing, one group has equal scores, one has no score, one has a single score."""
+    """(groups × 4, 2) scores: some are missing, one group has equal scores, one has no score, one has a single
+    score.
+    """
     random = torch.Generator().manual_seed(seed)
     scores = torch.randn(groups * GROUP, 2, generator=random) * torch.tensor([1.0, 20.0])
     scores[torch.rand(scores.shape, generator=random) < 0.15] = math.nan
@@ -44,7 +47,9 @@ def summed(scores: torch.Tensor) -> list[torch.Tensor]:
     return list(totals.split(GROUP))
 
 
-def trl_output(trainer_class: type, scores: torch.Tensor, batch: Batch | None = None, **attributes: object) -> Any:
+def trl_output(
+    trainer_class: type, scores: torch.Tensor, batch: Batch | None = None, **attributes: object
+) -> Any:
     """TRL's result for rewards and for the log-probs of `batch`: `old` from the policy, `behaviour` from the engine."""
     if batch is None:
         batch = random_batch(0, (2,) * len(scores))
@@ -57,7 +62,11 @@ def trl_output(trainer_class: type, scores: torch.Tensor, batch: Batch | None = 
     reference = object()
     trainer = without_model(
         trainer_class,
-        lambda model, *_, **__: (batch.padded(batch.reference if model is reference else batch.old), None, None),
+        lambda model, *_, **__: (
+            batch.padded(batch.reference if model is reference else batch.old),
+            None,
+            None,
+        ),
         **{
             "args": SimpleNamespace(
                 per_device_train_batch_size=len(ids),

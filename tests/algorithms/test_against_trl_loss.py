@@ -1,5 +1,5 @@
-"""Our policy losses, composed as a trainer composes them, equal TRL 1.16's own `_compute_loss` on the same batch: loss, gradient of
-every token's log-prob, and logged metrics."""
+"""Our policy losses, composed as a trainer composes them, equal TRL 1.16's own `_compute_loss` on the same batch:
+loss, gradient of every token's log-prob, and logged metrics."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def correction_of(batch: Batch, case: Case) -> torch.Tensor | None:
     return importance_weights(batch.old, batch.behaviour, batch.segments, case.correction, *BOUNDS)  # type: ignore[arg-type]
 
 
-def trl_loss(batch: Batch, case: Case, accumulation: int = 1, generated: int | None = None) -> tuple[torch.Tensor, Any]:
+def trl_loss(
+    batch: Batch, case: Case, accumulation: int = 1, generated: int | None = None
+) -> tuple[torch.Tensor, Any]:
     """TRL's loss of one micro-batch and its trainer, which holds the metrics.
 
     Args:
@@ -96,7 +98,11 @@ def trl_loss(batch: Batch, case: Case, accumulation: int = 1, generated: int | N
             steps_per_generation=accumulation,
             sapo_temperature_pos=SAPO[0],
             sapo_temperature_neg=SAPO[1],
-            **dict(zip(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), VESPO, strict=True)),
+            **dict(
+                zip(
+                    ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), VESPO, strict=True
+                )
+            ),
         ),
         loss_type=case.loss,
         importance_sampling_level=case.level,
@@ -123,7 +129,9 @@ def trl_loss(batch: Batch, case: Case, accumulation: int = 1, generated: int | N
     if weights is not None and case.correction_level == "sequence":
         # One value per completion; a completion without tokens has exp(0).
         lengths = batch.segments.lengths
-        inputs["importance_sampling_ratio"] = torch.where(lengths > 0, batch.segments.means(weights), 1.0)[:, None]
+        inputs["importance_sampling_ratio"] = torch.where(lengths > 0, batch.segments.means(weights), 1.0)[
+            :, None
+        ]
     elif weights is not None:
         inputs["importance_sampling_ratio"] = batch.padded(weights, 1.0)
     return trainer._compute_loss(trainer.model, inputs), trainer
@@ -138,7 +146,9 @@ def our_policy_loss(
         return sapo_loss(ratios, advantages, *SAPO), None
     if case.loss == "vespo":
         level: Any = case.correction_level
-        return vespo_loss(batch.logps, batch.old, advantages, batch.segments, correction_of(batch, case), *VESPO, level)
+        return vespo_loss(
+            batch.logps, batch.old, advantages, batch.segments, correction_of(batch, case), *VESPO, level
+        )
     return clipped_policy_loss(ratios, advantages, case.epsilon, case.epsilon_high, case.delta), None
 
 
@@ -203,13 +213,18 @@ def test_loss_gradient_and_metrics_are_trls(loss: str, level: str, correction: s
         size = float(losses.detach().abs().sum())
         assert losses.sum().item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-5 * size), case
         largest = float(theirs.logps.grad.abs().max())
-        torch.testing.assert_close(ours.logps.grad, theirs.logps.grad, rtol=1e-5, atol=1e-5 * largest, msg=str(case))
+        torch.testing.assert_close(
+            ours.logps.grad, theirs.logps.grad, rtol=1e-5, atol=1e-5 * largest, msg=str(case)
+        )
         logged = {name: values[0] for name, values in trainer._metrics["train"].items()}
         assert metrics == pytest.approx(logged, rel=1e-5, abs=1e-6), case
 
 
 def test_the_batches_reach_every_branch() -> None:
-    """Both clips, both masks and delta have an effect in the batches above. Otherwise the comparison would show nothing."""
+    """Both clips, both masks and delta have an effect in the batches above.
+
+    Otherwise the comparison would show nothing.
+    """
     low = high = beyond = dropped = 0.0
     for seed in range(48):
         batch = random_batch(seed)
@@ -224,14 +239,18 @@ def test_the_batches_reach_every_branch() -> None:
 
 
 def test_a2_trls_bnpo_depends_on_how_a_step_is_split_and_ours_does_not() -> None:
-    """TRL divides by the tokens of each micro-batch, so tokens of a micro-batch with fewer tokens have more weight (#7206)."""
+    """TRL divides by the tokens of each micro-batch, so tokens of a micro-batch with fewer tokens have more weight
+    (#7206).
+    """
     batch = random_batch(0, (2, 3, 9, 8))
     halves = [batch.rows(slice(0, 2)), batch.rows(slice(2, 4))]
     for loss in LOSSES:
         case = Case(loss)
         whole = float(trl_loss(batch, case)[0])
         ours = float(our_loss(batch, case)[0].sum())
-        split = sum(float(trl_loss(half, case, accumulation=2, generated=len(batch.logps))[0]) for half in halves)
+        split = sum(
+            float(trl_loss(half, case, accumulation=2, generated=len(batch.logps))[0]) for half in halves
+        )
         assert ours == pytest.approx(whole, rel=1e-4), loss
         if loss == "bnpo":
             assert abs(split - ours) > 0.05 * abs(ours)
@@ -250,7 +269,9 @@ def test_a2_trls_grpo_depends_on_the_split_where_micro_batches_differ_in_complet
 
 
 def test_a2_trls_dapo_divides_a_step_by_the_mean_tokens_of_its_generations_steps() -> None:
-    """With two steps per generation, TRL gives a step of few long completions more weight than its own mean over tokens."""
+    """With two steps per generation, TRL gives a step of few long completions more weight than its own mean over
+    tokens.
+    """
     batch = random_batch(0, (2, 3, 9, 8))
     step = batch.rows(slice(2, 4))
     theirs, trainer = trl_loss(step, Case("dapo"), generated=len(batch.logps))
@@ -261,7 +282,9 @@ def test_a2_trls_dapo_divides_a_step_by_the_mean_tokens_of_its_generations_steps
 
 
 def test_trl_counts_completions_where_every_one_has_at_most_one_token() -> None:
-    """TRL treats a (B, 1) tensor of tokens as one of completions, so it counts an absent token with the value of its padding."""
+    """TRL treats a (B, 1) tensor of tokens as one of completions, so it counts an absent token with the value of its
+    padding.
+    """
     batch = random_batch(0, (1, 0, 1))
     _, trainer = trl_loss(batch, Case("grpo"))
     assert trainer._metrics["train"]["entropy"][0] == pytest.approx((float(batch.entropies.sum()) + 9.0) / 3)

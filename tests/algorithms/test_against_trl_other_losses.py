@@ -55,7 +55,12 @@ def test_rloos_loss_gradient_and_metrics_are_trls(seed: int) -> None:
 
 
 def online_dpo_step(
-    batch: Batch, logps: torch.Tensor, rewards: torch.Tensor, loss_type: str, beta: float, accumulation: int = 1
+    batch: Batch,
+    logps: torch.Tensor,
+    rewards: torch.Tensor,
+    loss_type: str,
+    beta: float,
+    accumulation: int = 1,
 ) -> tuple[float, Any]:
     """TRL's whole training step; its gradient is stored in `logps.grad`.
 

@@ -34,7 +34,9 @@ MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "
         ("sequence_geometric_mask", None, 2.5, [0.0, 0.0, 1.0]),
     ],
 )
-def test_hand_computed_weights(mode: str, clip_min: float | None, clip_max: float | None, weights: list[float]) -> None:
+def test_hand_computed_weights(
+    mode: str, clip_min: float | None, clip_max: float | None, weights: list[float]
+) -> None:
     found = importance_weights(LOG_RATIOS - 1.0, torch.full((3,), -1.0), TWO, mode, clip_min, clip_max)  # type: ignore[arg-type]
     assert found.tolist() == pytest.approx(weights)
 

@@ -28,7 +28,11 @@ def moved(batch: Batch, logps: torch.Tensor) -> Batch:
     """The batch with these log-probs; all other log-probs keep their distance to them."""
     there = logps.detach() - batch.logps
     return replace(
-        batch, logps=logps, old=batch.old + there, behaviour=batch.behaviour + there, reference=batch.reference + there
+        batch,
+        logps=logps,
+        old=batch.old + there,
+        behaviour=batch.behaviour + there,
+        reference=batch.reference + there,
     )
 
 
@@ -40,7 +44,9 @@ def ligers_loss(
     mask = batch.mask
     weights = correction_of(batch, case)
     of_completions = (
-        torch.where(batch.segments.lengths > 0, batch.segments.means(weights), 1.0) if weights is not None else None
+        torch.where(batch.segments.lengths > 0, batch.segments.means(weights), 1.0)
+        if weights is not None
+        else None
     )
     ratios = (
         of_completions
@@ -135,7 +141,9 @@ def test_loss_and_gradients_are_ligers(loss: str, level: str, correction: str | 
             expected, found = values(ligers_loss, case, given), values(our_chunks, case, given)
             sizes = [float(part.abs().max()) for part in expected]
             for one, other, size in zip(found, expected, [max(sizes), *sizes[1:]], strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * size, msg=lambda m, c=case: f"{c}: {m}")
+                torch.testing.assert_close(
+                    one, other, rtol=1e-5, atol=1e-5 * size, msg=lambda m, c=case: f"{c}: {m}"
+                )
 
 
 def test_ligers_luspo_is_not_trls_where_lengths_differ() -> None:

@@ -60,7 +60,9 @@ def test_a_masked_completion_still_counts_as_one_of_the_batch_where_completions_
         (0.5, -1.0, 0.8, False),
     ],
 )
-def test_the_clip_holds_only_where_it_would_help(ratio: float, advantage: float, loss: float, flows: bool) -> None:
+def test_the_clip_holds_only_where_it_would_help(
+    ratio: float, advantage: float, loss: float, flows: bool
+) -> None:
     ratios = torch.tensor([ratio], requires_grad=True)
     token = clipped_policy_loss(ratios, torch.tensor([advantage]), 0.2, 0.28)
     token.loss.sum().backward()
@@ -129,18 +131,24 @@ def test_vespos_weights_are_those_of_the_formula_and_a_zero_correction_drops_its
     logps = torch.tensor([-0.8, -1.1, -1.0, -2.0], requires_grad=True)
     advantages = torch.tensor([1.0, 1.0, -1.0, 2.0])
     correction = torch.tensor([1.1, 0.9, 1.5, 0.0])
-    token, phi = vespo_loss(logps, torch.full((4,), -1.0), advantages, segments, correction, 2.0, 3.0, 3.0, 2.0)
+    token, phi = vespo_loss(
+        logps, torch.full((4,), -1.0), advantages, segments, correction, 2.0, 3.0, 3.0, 2.0
+    )
     first, second = math.exp(0.2 - 0.1) * 1.1 * 0.9, 1.5
     expected = [first**2 * math.exp(3 - 3 * first), second**3 * math.exp(2 - 2 * second), 1.0, 0.0]
     assert phi.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-10)
     token.loss.sum().backward()
-    assert logps.grad.tolist() == pytest.approx([-expected[0], -expected[0], expected[1], 0.0], rel=1e-5, abs=1e-10)
+    assert logps.grad.tolist() == pytest.approx(
+        [-expected[0], -expected[0], expected[1], 0.0], rel=1e-5, abs=1e-10
+    )
 
 
 @pytest.mark.parametrize(("advantage", "power", "rate"), [(1.0, 2.0, 3.0), (0.0, 2.0, 3.0), (-1.0, 3.0, 2.0)])
 def test_vespos_shape_follows_the_sign_of_the_advantage(advantage: float, power: float, rate: float) -> None:
     one = Segments(torch.tensor([1]))
-    _, phi = vespo_loss(torch.tensor([0.4]), torch.zeros(1), torch.tensor([advantage]), one, None, 2.0, 3.0, 3.0, 2.0)
+    _, phi = vespo_loss(
+        torch.tensor([0.4]), torch.zeros(1), torch.tensor([advantage]), one, None, 2.0, 3.0, 3.0, 2.0
+    )
     weight = math.exp(0.4)
     assert phi.item() == pytest.approx(weight**power * math.exp(rate - rate * weight), rel=1e-5)
 
@@ -148,23 +156,44 @@ def test_vespos_shape_follows_the_sign_of_the_advantage(advantage: float, power:
 @pytest.mark.parametrize(
     ("log_ratios", "corrections", "log_weight"),
     [
-        # Each token's ratio is kept within e^±20 and each correction is at least 1e-8; the same limits hold for the whole.
+        # Each token's ratio is kept within e^±20 and each correction is at least 1e-8; the same limits hold for the
+        # whole.
         ([-60.0, 30.0], [1.0, 1.0], 0.0),
         ([20.0, 0.0], [0.0, 1.0], 20 + math.log(1e-8)),
         ([-60.0, 0.0], [1.0, 1.0], math.log(1e-8)),
     ],
 )
-def test_vespos_log_weights_are_bounded(log_ratios: list[float], corrections: list[float], log_weight: float) -> None:
+def test_vespos_log_weights_are_bounded(
+    log_ratios: list[float], corrections: list[float], log_weight: float
+) -> None:
     two = Segments(torch.tensor([2]))
     _, phi = vespo_loss(
-        torch.tensor(log_ratios), torch.zeros(2), torch.ones(2), two, torch.tensor(corrections), 0.5, 1.0, 3.0, 2.0
+        torch.tensor(log_ratios),
+        torch.zeros(2),
+        torch.ones(2),
+        two,
+        torch.tensor(corrections),
+        0.5,
+        1.0,
+        3.0,
+        2.0,
     )
     assert phi.item() == pytest.approx(math.exp(0.5 * log_weight + 1 - math.exp(log_weight)), rel=1e-4)
 
 
 def test_vespo_takes_a_completions_correction_once() -> None:
     segments = Segments(torch.tensor([3]))
-    arguments = (torch.zeros(3), torch.zeros(3), torch.ones(3), segments, torch.full((3,), 2.0), 2.0, 3.0, 3.0, 2.0)
+    arguments = (
+        torch.zeros(3),
+        torch.zeros(3),
+        torch.ones(3),
+        segments,
+        torch.full((3,), 2.0),
+        2.0,
+        3.0,
+        3.0,
+        2.0,
+    )
     once = vespo_loss(*arguments, correction_level="sequence")[1]
     assert once.item() == pytest.approx(2.0**2 * math.exp(3 - 3 * 2.0))
     assert vespo_loss(*arguments)[1].item() == pytest.approx(8.0**2 * math.exp(3 - 3 * 8.0))
@@ -175,7 +204,10 @@ def test_vespo_takes_a_completions_correction_once() -> None:
 def test_the_order_of_completions_changes_no_ones_loss(order: list[int], seed: int) -> None:
     torch.manual_seed(seed)
     lengths = [3, 1, 0, 4]
-    old, new = [torch.randn(n, dtype=torch.float64) for n in lengths], [torch.randn(n).double() for n in lengths]
+    old, new = (
+        [torch.randn(n, dtype=torch.float64) for n in lengths],
+        [torch.randn(n).double() for n in lengths],
+    )
     signs = [1.0, -1.0, 1.0, -0.5]
 
     def losses(rows: list[int]) -> list[torch.Tensor]:

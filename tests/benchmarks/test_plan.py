@@ -1,4 +1,6 @@
-"""The prediction of a step on many GPUs (`make plan`) agrees with a simulation token by token, and with simple limits."""
+"""The prediction of a step on many GPUs (`make plan`) agrees with a simulation token by token, and with simple
+limits.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from benchmarks.plan.servers import Lengths, Servers, decoding_seconds, generati
 
 MODEL, GPU = plan.MODELS["7b"], plan.GPUS["h100"]
 TASK = plan.Task(64, 8, 512, Lengths(1000.0, 4000.0, 0.6))
-CONSTANTS = plan.Constants(learning=0.4, recomputed=True, push_rate=1e9, sent=1.0, changes=0.0, host=4e-6, proofs=0.05)
+CONSTANTS = plan.Constants(
+    learning=0.4, recomputed=True, push_rate=1e9, sent=1.0, changes=0.0, host=4e-6, proofs=0.05
+)
 
 
 def token_by_token(lengths: list[int], prompt: int, together: int) -> float:
@@ -37,7 +41,9 @@ def test_decoding_takes_as_long_as_token_by_token(together: int, monkeypatch: py
 
 
 def test_sequences_wait_for_memory() -> None:
-    narrow = plan.Gpu(GPU.compute, GPU.memory_rate, (2 * MODEL.parameters + 2000 * MODEL.bytes_per_token) / 0.9)
+    narrow = plan.Gpu(
+        GPU.compute, GPU.memory_rate, (2 * MODEL.parameters + 2000 * MODEL.bytes_per_token) / 0.9
+    )
     one = decoding_seconds([1000.0], 512, MODEL, narrow, 1)
     assert decoding_seconds([1000.0] * 3, 512, MODEL, narrow, 1) == pytest.approx(3 * one)
 
@@ -45,7 +51,9 @@ def test_sequences_wait_for_memory() -> None:
 def test_no_number_of_servers_is_faster_than_the_longest_completion_or_slower_than_one_server() -> None:
     def seconds(number: int) -> float:
         shape = Servers(number, 1)
-        return generation_seconds(TASK.prompts, TASK.completions, TASK.prompt, TASK.lengths, MODEL, GPU, shape)
+        return generation_seconds(
+            TASK.prompts, TASK.completions, TASK.prompt, TASK.lengths, MODEL, GPU, shape
+        )
 
     one, *more = (seconds(number) for number in (1, 4, 16, 64))
     longest = TASK.lengths.quantile(1 - 0.5 / 512)

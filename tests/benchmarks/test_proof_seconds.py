@@ -31,7 +31,9 @@ def test_a_second_in_which_two_threads_compute_a_proof_counts_once_by_the_clock(
     # Enters at 0 s and leaves at 5 s; the other thread enters at 2 s and leaves at 9 s.
     times = {"main": iter([0.0, 5.0]), "other": iter([2.0, 9.0])}
     who = threading.local()
-    monkeypatch.setattr(proof_seconds, "now", lambda: Spent(time := next(times[getattr(who, "name", "main")]), time))
+    monkeypatch.setattr(
+        proof_seconds, "now", lambda: Spent(time := next(times[getattr(who, "name", "main")]), time)
+    )
     seconds, entered, main_left = Seconds(), threading.Event(), threading.Event()
 
     def other() -> None:
@@ -49,7 +51,9 @@ def test_a_second_in_which_two_threads_compute_a_proof_counts_once_by_the_clock(
     assert seconds.take() == {"digest": (9.0, 12.0)}
 
 
-def test_proofs_of_a_run_are_counted_and_the_forward_only_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proofs_of_a_run_are_counted_and_the_forward_only_without_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Policy, "score", lambda self: None)
     seconds, real = Seconds(), DrawEvidence.add
     with seconds.counted():

@@ -77,4 +77,6 @@ def test_what_lockstep_does_by_default_is_among_the_settings(untied_dir: str) ->
     block = engine_arguments(untied_dir, torch.float32, _CONTEXT, default).get("block_size")
     assert Setting() == Setting(max_num_seqs=default)
     assert all(Setting() in PARTS[part].settings.values() for part in ("compile", "batch", "prefix"))
-    assert torch.cuda.is_available() or Setting(vllm={"block_size": block}) in PARTS["block"].settings.values()
+    assert (
+        torch.cuda.is_available() or Setting(vllm={"block_size": block}) in PARTS["block"].settings.values()
+    )

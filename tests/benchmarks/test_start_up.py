@@ -1,4 +1,6 @@
-"""The figures of `make start-up` and `make waiting`: stages, and steps after a wait, from what the processes have noted."""
+"""The figures of `make start-up` and `make waiting`: stages, and steps after a wait, from what the processes have
+noted.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Compare a whole trainer of ours with TRL 1.16's on the same model, prompts and tokens: every gradient and every logged figure.
+"""Compare a whole trainer of ours with TRL 1.16's on the same model, prompts and tokens: every gradient and every
+logged figure.
 
-Both compute in double precision, because rounding differs from processor to processor. (Online DPO is compared in float32,
-because TRL's Online DPO holds its reference model in float32.) Our trainer samples. TRL's trainer gets the sampled tokens and
-does everything
-else itself: prompts, rewards, advantages, log-probs, corrections, loss, metrics, optimizer. Only its sampling method is replaced.
+Both compute in double precision, because rounding differs from processor to processor. (Online DPO is compared in
+float32, because TRL's Online DPO holds its reference model in float32.) Our trainer samples. TRL's trainer gets the
+sampled tokens and does everything
+else itself: prompts, rewards, advantages, log-probs, corrections, loss, metrics, optimizer. Only its sampling method
+is replaced.
 """
 
 from __future__ import annotations
@@ -38,13 +40,19 @@ COMMON: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     "max_grad_norm": 1e6,
 }
-# Fields for Online DPO. A generation holds all prompts, because the two trainers use another order of the data. The prompts are
-# equally long, because TRL attends to their padding (A3). The temperature is 1, because TRL scores at temperature 1.
-PAIRS: dict[str, Any] = {"per_device_train_batch_size": 8, "max_new_tokens": 12, "max_length": 64, "temperature": 1.0}
+# Fields for Online DPO. A generation holds all prompts, because the two trainers use another order of the data. The
+# prompts are equally long, because TRL attends to their padding (A3). The temperature is 1, because TRL scores at
+# temperature 1.
+PAIRS: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "max_new_tokens": 12,
+    "max_length": 64,
+    "temperature": 1.0,
+}
 CLIPS = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
 DTYPES = {"GRPO": torch.float64, "RLOO": torch.float64, "OnlineDPO": torch.float32}
-# The rounding of float32 for figures near zero: of a mean of log-probs (about 3 nats), of the largest log-prob (about 10 nats), and
-# of a loss whose parts (about 3) cancel out.
+# The rounding of float32 for figures near zero: of a mean of log-probs (about 3 nats), of the largest log-prob (about
+# 10 nats), and of a loss whose parts (about 3) cancel out.
 MEANS, SINGLES, SUMS = 3e-6, 1e-5, 1e-5
 # The share of the largest step's gradient whose rounding appears in the smallest step's gradient.
 CANCELS = 0.2
@@ -76,7 +84,10 @@ def rounder(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
 
 
 def decided(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that is almost never equal for two completions. Padding, which TRL does not remove, adds nothing to it."""
+    """A reward that is almost never equal for two completions.
+
+    Padding, which TRL does not remove, adds nothing to it.
+    """
     return [sum(i * token for i, token in enumerate(ids, 1)) / 1000 for ids in completion_ids]
 
 
@@ -100,13 +111,18 @@ class Sampled:
 
         def recorded(*args: Any) -> Any:
             groups = rollout(*args)
-            self.generations.append({tuple(g.prompt.ids.tolist()): [r.completion for r in g.rollouts] for g in groups})
+            self.generations.append(
+                {tuple(g.prompt.ids.tolist()): [r.completion for r in g.rollouts] for g in groups}
+            )
             return groups
 
         trainer.loop.rollout = recorded
 
     def take(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
-        """One completion per prompt, in order, from the oldest remaining generation. Each completion is given exactly once."""
+        """One completion per prompt, in order, from the oldest remaining generation.
+
+        Each completion is given exactly once.
+        """
         left = self.generations[0]
         found = [left[tuple(prompt)].pop(0) for prompt in prompts]
         if not any(left.values()):
@@ -166,7 +182,12 @@ def theirs(
     config = _trl(f"{method}Config")(
         output_dir=str(folder), use_cpu=True, gradient_checkpointing=False, **{**COMMON, **fields}
     )
-    arguments = {"reward_funcs": longer, "train_dataset": PROMPTS, "processing_class": _tokenizer(model), **arguments}
+    arguments = {
+        "reward_funcs": longer,
+        "train_dataset": PROMPTS,
+        "processing_class": _tokenizer(model),
+        **arguments,
+    }
     trainer = _trl(f"{method}Trainer")(_loaded(method, model, dtype), args=config, **arguments)
     for name, parameter in trainer.model.named_parameters():
         if name in sampled.adapter:
@@ -211,7 +232,9 @@ def _sample_grpo(trainer: Any, sampled: Sampled) -> None:
 
 
 def _sample_rloo(trainer: Any, sampled: Sampled) -> None:
-    trainer._generate_single_turn = lambda prompt_ids, *_: [c.token_ids.tolist() for c in sampled.take(prompt_ids)]
+    trainer._generate_single_turn = lambda prompt_ids, *_: [
+        c.token_ids.tolist() for c in sampled.take(prompt_ids)
+    ]
 
 
 def _sample_pairs(trainer: Any, sampled: Sampled) -> None:
@@ -219,7 +242,9 @@ def _sample_pairs(trainer: Any, sampled: Sampled) -> None:
         ids = trainer.processing_class(prompts)["input_ids"] * 2
         found = sampled.take(ids)
         longest = max(len(c.token_ids) for c in found)
-        rows = [torch.nn.functional.pad(torch.tensor(c.token_ids), (0, longest - len(c.token_ids))) for c in found]
+        rows = [
+            torch.nn.functional.pad(torch.tensor(c.token_ids), (0, longest - len(c.token_ids))) for c in found
+        ]
         mask = torch.stack([(torch.arange(longest) < len(c.token_ids)).long() for c in found])
         prompt_ids = torch.tensor(ids)
         return prompt_ids, torch.ones_like(prompt_ids), torch.stack(rows), mask, None  # type: ignore[return-value]
@@ -253,18 +278,22 @@ def norm(gradients: Iterable[torch.Tensor]) -> float:
     return sum(float(g.double().norm()) ** 2 for g in gradients) ** 0.5
 
 
-def assert_same_gradients(ours: Played, theirs: Played, *, cancels: float = CANCELS, limit: float = 1e-5) -> None:
+def assert_same_gradients(
+    ours: Played, theirs: Played, *, cancels: float = CANCELS, limit: float = 1e-5
+) -> None:
     """Assert that whole gradients and losses agree to `limit`, and the gradient of each parameter to 1e-4.
 
-    Where most of a step's gradient cancels out, a share of the largest step's gradient is added to its size, because sums of that
-    size are rounded.
+    Where most of a step's gradient cancels out, a share of the largest step's gradient is added to its size, because
+    sums of that size are rounded.
     """
     largest = max(norm(step.values()) for step in theirs.gradients)
     for step, (found, expected) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
         size = max(norm(expected.values()), cancels * largest)
         assert distance(found, expected) <= limit * size, step
         for name, gradient in expected.items():
-            assert distance({name: found[name]}, {name: gradient}) <= 1e-4 * (norm([gradient]) + 1e-2 * size), (
+            assert distance({name: found[name]}, {name: gradient}) <= 1e-4 * (
+                norm([gradient]) + 1e-2 * size
+            ), (
                 name,
                 step,
             )
@@ -281,7 +310,9 @@ def assert_same_figures(ours: Played, theirs: Played, *, but: frozenset[str], at
     compared, but = set(), but | {"step_time"}
     for step, (mine, other) in enumerate(zip(ours.logs, theirs.logs, strict=True)):
         assert other.keys() <= mine.keys()
-        shared = {n for n in mine.keys() & other.keys() if n not in but and n.rpartition("/")[0] + "/" not in but}
+        shared = {
+            n for n in mine.keys() & other.keys() if n not in but and n.rpartition("/")[0] + "/" not in but
+        }
         for name in sorted(shared):
             rounding = SUMS if name == "loss" else SINGLES if name.startswith("sampling/") else MEANS
             assert mine[name] == pytest.approx(other[name], rel=1e-5, abs=rounding), (name, step)

@@ -1,4 +1,6 @@
-"""Every public name of TRL's trainers is there, with the value that TRL's trainer has; names without a counterpart say why."""
+"""Every public name of TRL's trainers is there, with the value that TRL's trainer has; names without a counterpart
+say why.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,11 @@ def public_names(kind: type) -> set[str]:
     for one in kind.__mro__[: kind.__mro__.index(Trainer)]:
         found |= set(vars(one))
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(one)))):
-            at_self = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+            at_self = (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "self"
+            )
             if at_self and isinstance(node.ctx, ast.Store):
                 found.add(node.attr)
     return {name for name in found if not name.startswith("_")}
@@ -90,7 +96,9 @@ def test_every_public_name_of_trl_is_here_and_has_trls_value(
             getattr(here, name)
     own = {name for one in type(here).__mro__ for name in vars(one) if one.__module__.startswith("lockstep")}
     held = (names & own) - missing - DIFFERENT.keys()
-    plain = {name: value for name in held if hasattr(there, name) and _is_plain(value := getattr(there, name))}
+    plain = {
+        name: value for name in held if hasattr(there, name) and _is_plain(value := getattr(there, name))
+    }
     assert len(plain) >= {"GRPO": 35, "RLOO": 22, "OnlineDPO": 15}[method]
     assert {name: getattr(here, name) for name in plain} == plain
 

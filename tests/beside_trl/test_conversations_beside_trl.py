@@ -1,4 +1,6 @@
-"""Online DPO on conversational prompts beside TRL's: the same ids, the same calls of the reward function, the same gradients."""
+"""Online DPO on conversational prompts beside TRL's: the same ids, the same calls of the reward function, the same
+gradients.
+"""
 
 from __future__ import annotations
 

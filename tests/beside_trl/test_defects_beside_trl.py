@@ -1,4 +1,6 @@
-"""Two defects of TRL 1.16 that docs/reference/migrating-from-trl.md names, A3 and P4, shown in TRL's own trainer beside ours."""
+"""Two defects of TRL 1.16 that docs/reference/migrating-from-trl.md names, A3 and P4, shown in TRL's own trainer
+beside ours.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ def engine(talkative_dir: str) -> Any:
 
 
 def by_a_server(trainer: Any, sampled: Sampled) -> None:
-    """TRL's code for a vLLM server. The server is replaced and answers with the completions that our trainer sampled."""
+    """TRL's code for a vLLM server.
+
+    The server is replaced and answers with the completions that our trainer sampled.
+    """
 
     def generate(prompts: list[str], n: int, max_tokens: int, **_: Any) -> dict[str, Any]:
         ids = [ids for ids in trainer.processing_class(prompts)["input_ids"] for _ in range(n)]
@@ -76,11 +81,19 @@ def by_a_server_that_masks(trainer: Any, sampled: Sampled) -> None:
 
 def gpt2(folder: Path) -> str:
     """A tiny model with learned positions. If positions count padding, it gives other log-probs."""
-    sizes: dict[str, Any] = {"vocab_size": 384, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": CONTEXT}
+    sizes: dict[str, Any] = {
+        "vocab_size": 384,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": CONTEXT,
+    }
     # TRL trains GRPO and RLOO with dropout if the model has dropout.
     dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     torch.manual_seed(0)
-    made = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, initializer_range=0.3, eos_token_id=0, bos_token_id=None))
+    made = GPT2LMHeadModel(
+        GPT2Config(**sizes, **dropout, initializer_range=0.3, eos_token_id=0, bos_token_id=None)
+    )
     made.generation_config.eos_token_id = 0
     return str(save(made, folder))
 
@@ -115,7 +128,9 @@ def test_a3_through_a_server_trls_online_dpo_attends_to_the_padding_of_shorter_p
 ) -> None:
     def run(sampler: Callable[..., None], data: Dataset) -> tuple[Played, Played]:
         monkeypatch.setitem(SAMPLERS, "OnlineDPO", sampler)
-        return both("OnlineDPO", talkative_dir, tmp_path, engine, PAIR, reward_funcs=decided, train_dataset=data)
+        return both(
+            "OnlineDPO", talkative_dir, tmp_path, engine, PAIR, reward_funcs=decided, train_dataset=data
+        )
 
     # With prompts of one length both trainers agree on this path too.
     assert_same_gradients(*run(by_a_server, PROMPTS))
@@ -170,7 +185,9 @@ def trls_trainer(model: str, folder: Path, vllm: Any, monkeypatch: pytest.Monkey
             self.llm = vllm.llm
 
         def sync_weights(self) -> None:
-            """Do nothing, because nothing was learned yet. (TRL 1.16's own sync does not load into vLLM 0.32 on a CPU.)"""
+            """Do nothing, because nothing was learned yet. (TRL 1.16's own sync does not load into vLLM 0.32 on a
+            CPU.)
+            """
 
     monkeypatch.setattr(trl.trainer.grpo_trainer, "VLLMGeneration", Running)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -232,8 +249,12 @@ def test_p4_of_the_same_answer_ours_reads_the_sampled_tokens_log_probs_and_trl_t
     assert [values[0] for values in theirs] == pytest.approx(likeliest, abs=1e-4)
 
 
-def of_policy(policy: Any, prompt: Sequence[int], completion_ids: Sequence[int]) -> tuple[list[float], list[float]]:
-    """The log-probs of the most likely token at each place of a completion, and the log-probs of the completion's own tokens."""
+def of_policy(
+    policy: Any, prompt: Sequence[int], completion_ids: Sequence[int]
+) -> tuple[list[float], list[float]]:
+    """The log-probs of the most likely token at each place of a completion, and the log-probs of the completion's own
+    tokens.
+    """
     ids = [*prompt, *completion_ids]
     with torch.no_grad():
         logps = policy(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)

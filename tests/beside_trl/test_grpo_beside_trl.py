@@ -1,7 +1,8 @@
 """The whole GRPO trainer beside TRL's: the same tokens give the same gradients, losses and logged figures.
 
-CI compares every loss, level, correction and scale; their combinations are compared before a release. The formulas of all losses
-and corrections are also compared with TRL's on made-up batches, which takes no run (`tests/algorithms/test_against_trl_loss.py`).
+CI compares every loss, level, correction and scale; their combinations are compared before a release. The formulas of
+all losses and corrections are also compared with TRL's on made-up batches, which takes no run
+(`tests/algorithms/test_against_trl_loss.py`).
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ GROUPS: dict[str, Any] = {
     **TOKENS,
 }
 ALWAYS = {
-    "loss", "grad_norm", "entropy", "reward", "reward_std", "frac_reward_zero_std", "rewards/longer/mean", "rewards/longer/std",
-    "num_tokens", "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
+    "loss", "grad_norm", "entropy", "reward", "reward_std", "frac_reward_zero_std", "rewards/longer/mean",
+    "rewards/longer/std",
+    "num_tokens", "completions/mean_length", "completions/min_length", "completions/max_length",
+    "completions/clipped_ratio",
     "completions/mean_terminated_length", "completions/min_terminated_length", "completions/max_terminated_length",
 }  # fmt: skip
 LOGGED = {"cispo": {"cispo_clip_ratio"}, "vespo": {"vespo/phi_seq_mean"}, "sapo": set[str]()}
@@ -67,7 +70,9 @@ def engine(talkative_dir: str) -> Any:
     return shifted_engine(talkative_dir)
 
 
-def grpo(model: str, folder: Path, engine: Engine, fields: dict[str, Any], **arguments: Any) -> tuple[Played, Played]:
+def grpo(
+    model: str, folder: Path, engine: Engine, fields: dict[str, Any], **arguments: Any
+) -> tuple[Played, Played]:
     return both("GRPO", model, folder, engine, {**GROUPS, **fields}, **arguments)
 
 
@@ -77,7 +82,11 @@ def settings() -> list[Any]:
     A fifth of them has no mark: every loss, level, correction and scale occurs in it. The rest is marked `release`.
     """
     found = []
-    taken = [s for s in product(LOSSES, LEVELS, MODES) if not (s[0] == "vespo" and (s[2] or "").startswith("sequence"))]
+    taken = [
+        s
+        for s in product(LOSSES, LEVELS, MODES)
+        if not (s[0] == "vespo" and (s[2] or "").startswith("sequence"))
+    ]
     for number, (loss, level, mode) in enumerate(taken):
         marks = [pytest.mark.release] if (number + number // 5) % 5 else []
         found.append(pytest.param(loss, level, SCALES[(number + number // 3) % 3], mode, marks=marks))
@@ -108,7 +117,9 @@ def test_gradients_loss_and_figures_are_trls(
 
 
 @pytest.mark.parametrize("loss", portion(LOSSES, lambda loss: loss in ("dapo", "vespo")))
-def test_gradients_and_loss_are_trls_in_float32(talkative_dir: str, tmp_path: Path, engine: Engine, loss: str) -> None:
+def test_gradients_and_loss_are_trls_in_float32(
+    talkative_dir: str, tmp_path: Path, engine: Engine, loss: str
+) -> None:
     fields = {
         "loss_type": loss,
         "epsilon": 0.01,
@@ -116,8 +127,8 @@ def test_gradients_and_loss_are_trls_in_float32(talkative_dir: str, tmp_path: Pa
         "num_iterations": 1,
     }
     mine, other = grpo(talkative_dir, tmp_path, engine, fields, dtype=torch.float32)
-    # Rounding depends on the processor, and our run may be on a GPU: 1.02e-5 (vespo, second step) on an Intel Xeon with AVX-512;
-    # 1.6e-5 (vespo's loss) between the CPU and the pretend GPU, whose attention is not fused.
+    # Rounding depends on the processor, and our run may be on a GPU: 1.02e-5 (vespo, second step) on an Intel Xeon
+    # with AVX-512; 1.6e-5 (vespo's loss) between the CPU and the pretend GPU, whose attention is not fused.
     assert_same_gradients(mine, other, cancels=0.5, limit=2e-5)
 
 
@@ -146,12 +157,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "high entropy": {"top_entropy_quantile": 0.4, "entropy_coef": 0.02},
     "entropy bonus": {"entropy_coef": 0.05, "loss_type": "dr_grpo"},
     "adaptive bonus": {
-        "use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_coef_delta": 0.02, "entropy_target": 4.0, "max_steps": 4,
+        "use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_coef_delta": 0.02, "entropy_target": 4.0,
+        "max_steps": 4,
     },
     "adaptive bonus, at rest": {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_target": 1.0},
     "reference in step": {"beta": 0.04, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 3},
     "all at once": {
-        "beta": 0.02, "delta": 1.005, "entropy_coef": 0.02, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.001,
+        "beta": 0.02, "delta": 1.005, "entropy_coef": 0.02, "top_entropy_quantile": 0.5,
+        "off_policy_mask_threshold": 0.001,
         "importance_sampling_level": "sequence", "loss_type": "grpo",
     },
 }  # fmt: skip
@@ -159,7 +172,9 @@ MORE = {name: {"policy_loss", "entropy_coef"} for name, fields in OPTIONS.items(
 
 
 @pytest.fixture(scope="module")
-def plain(talkative_dir: str, engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Played]:
+def plain(
+    talkative_dir: str, engine: Engine, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], Played]:
     """A run without any option, by its number of steps."""
 
     def run(steps: int) -> Played:
@@ -210,13 +225,17 @@ def test_gdpo_is_trls(talkative_dir: str, tmp_path: Path, engine: Engine) -> Non
     fields = {"reward_weights": [0.7, 0.3], "multi_objective_aggregation": "normalize_then_sum"}
     mine, other = grpo(talkative_dir, tmp_path, engine, fields, reward_funcs=[longer, rounder])
     assert_same_gradients(mine, other)
-    assert_same_figures(mine, other, but=frozenset(), at_least=ALWAYS | {"rewards/rounder/mean", "rewards/rounder/std"})
+    assert_same_figures(
+        mine, other, but=frozenset(), at_least=ALWAYS | {"rewards/rounder/mean", "rewards/rounder/std"}
+    )
 
 
 def test_an_adapters_gradients_are_trls_and_its_reference_is_the_model_without_it(
     talkative_dir: str, tmp_path: Path, engine: Engine
 ) -> None:
-    mine, other = grpo(talkative_dir, tmp_path, engine, {"beta": 0.3, "learning_rate": 0.1}, peft_config=lora())
+    mine, other = grpo(
+        talkative_dir, tmp_path, engine, {"beta": 0.3, "learning_rate": 0.1}, peft_config=lora()
+    )
     assert all("lora_" in name for name in mine.gradients[0])
     assert mine.logs[1]["kl"] > 1e-3
     assert_same_gradients(mine, other)
@@ -241,8 +260,12 @@ def test_masked_completions_teach_nothing_in_both_and_only_trl_leaves_them_out_o
     assert 0 < mine.logs[0]["completions/clipped_ratio"] < 1
     assert_same_gradients(mine, other)
     # Our figures are over every sampled token, because every sampled token is verified.
-    of_all = frozenset({"entropy", "sampling/importance_sampling_ratio/", "sampling/sampling_logp_difference/"})
-    assert_same_figures(mine, other, but=of_all, at_least=(ALWAYS - {"entropy"}) | CLIPS | {"kl", "policy_loss"})
+    of_all = frozenset(
+        {"entropy", "sampling/importance_sampling_ratio/", "sampling/sampling_logp_difference/"}
+    )
+    assert_same_figures(
+        mine, other, but=of_all, at_least=(ALWAYS - {"entropy"}) | CLIPS | {"kl", "policy_loss"}
+    )
     assert mine.logs[0]["entropy"] != pytest.approx(other.logs[0]["entropy"], rel=1e-3)
 
 
@@ -258,7 +281,9 @@ def test_completions_without_an_advantage_are_in_trls_clip_ratios_and_not_in_our
 
     def same_in_one_group(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         first = min(prompts)
-        return [0.5 if p == first else value for p, value in zip(prompts, longer(completion_ids), strict=True)]
+        return [
+            0.5 if p == first else value for p, value in zip(prompts, longer(completion_ids), strict=True)
+        ]
 
     fields = {"epsilon": 0.01, "epsilon_high": 0.012}
     mine, other = grpo(talkative_dir, tmp_path, engine, fields, reward_funcs=same_in_one_group)
@@ -284,10 +309,19 @@ def test_a_reward_function_is_given_what_trl_gives_it(
 
     prompts = PROMPTS["prompt"]
     texts = [[{"role": "user", "content": text}] for text in prompts] if conversational else list(prompts)
-    data = PROMPTS.from_dict({"prompt": texts, "answer": [len(t) for t in prompts], "hint": [f"h{t}" for t in prompts]})
-    fields = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12, "max_steps": 1}
+    data = PROMPTS.from_dict(
+        {"prompt": texts, "answer": [len(t) for t in prompts], "hint": [f"h{t}" for t in prompts]}
+    )
+    fields = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 12,
+        "max_steps": 1,
+    }
     fields |= {"beta": 0.0, **(TOKENS if method == "GRPO" else {})}
-    mine, other = both(method, talkative_dir, tmp_path, engine, fields, reward_funcs=watching, train_dataset=data)
+    mine, other = both(
+        method, talkative_dir, tmp_path, engine, fields, reward_funcs=watching, train_dataset=data
+    )
     assert_same_gradients(mine, other)
     first, second = seen
     assert first.keys() == second.keys()

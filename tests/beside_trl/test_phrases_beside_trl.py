@@ -1,7 +1,8 @@
 """Errors and warnings that programs recognise by a phrase of TRL's contain this phrase, which TRL's code contains too.
 
-The phrases are those that TRL's own tests of the three trainers match (tests/test_grpo_trainer.py, test_rloo_trainer.py,
-experimental/test_online_dpo_trainer.py at commit f2cd57710), and the phrases of errors beside them.
+The phrases are those that TRL's own tests of the three trainers match (tests/test_grpo_trainer.py,
+test_rloo_trainer.py, experimental/test_online_dpo_trainer.py at commit f2cd57710), and the phrases of errors beside
+them.
 """
 
 from __future__ import annotations
@@ -57,9 +58,13 @@ def said_by_trl() -> str:
     from trl.experimental.online_dpo import online_dpo_trainer
     from trl.trainer import grpo_trainer, rloo_trainer
 
-    trees = [ast.parse(inspect.getsource(module)) for module in (grpo_trainer, rloo_trainer, online_dpo_trainer)]
+    trees = [
+        ast.parse(inspect.getsource(module)) for module in (grpo_trainer, rloo_trainer, online_dpo_trainer)
+    ]
     nodes = (node for tree in trees for node in ast.walk(tree))
-    return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return "\n".join(
+        node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
 
 
 def test_the_phrases_are_trls() -> None:
@@ -86,7 +91,9 @@ def test_an_error_contains_trls_phrase(
 def test_a_row_that_names_no_environment_is_refused_in_trls_words(
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:
-    rows = PROMPTS.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}], "environment": "b"})
+    rows = PROMPTS.map(
+        lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}], "environment": "b"}
+    )
     factory = {"a": Game}
     fields = {**GROUPS, "rehearse_rewards": False}
     with pytest.raises(ValueError, match="not among the environments"):
@@ -95,7 +102,9 @@ def test_a_row_that_names_no_environment_is_refused_in_trls_words(
 
 def test_missing_columns_of_a_rollout_func_are_named_in_trls_words() -> None:
     with pytest.raises(ValueError, match=r"rollout_func must return keys \['logprobs'\] in its output dict"):
-        groups_of_columns({"prompt_ids": [], "completion_ids": []}, [], 1, 0, Bounds(9, 9, 9, ()), lambda ids: "")
+        groups_of_columns(
+            {"prompt_ids": [], "completion_ids": []}, [], 1, 0, Bounds(9, 9, 9, ()), lambda ids: ""
+        )
 
 
 def test_prompt_learning_is_refused_by_its_name(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
@@ -113,7 +122,9 @@ def test_a_model_with_code_of_its_own_is_refused_as_custom_code(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
-def test_the_warning_of_ratios_per_completion_has_trls_words(loss: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_warning_of_ratios_per_completion_has_trls_words(
+    loss: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, logger="trl.trainer.grpo_trainer"):
         GRPOConfig(output_dir="unused", importance_sampling_level="sequence", loss_type=loss, use_cpu=True)
     assert ("weights each sequence by its completion length" in caplog.text) == (loss != "grpo")

@@ -1,4 +1,6 @@
-"""The whole RLOO and Online DPO trainers beside TRL's: the same tokens give the same gradients and the same logged figures."""
+"""The whole RLOO and Online DPO trainers beside TRL's: the same tokens give the same gradients and the same logged
+figures.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,21 @@ RLOO: dict[str, Any] = {
     # The ratio is that of a whole completion, so it changes about twelve times as fast.
     "learning_rate": 3e-6,
 }
-REWARDS = {"reward", "reward_std", "rewards/longer/mean", "rewards/longer/std", "completions/mean_length", "num_tokens"}
-# TRL logs the loss with four decimal places, and its other figures count padding (docs/reference/migrating-from-trl.md). The loss
-# that TRL differentiates is compared together with the gradients.
+REWARDS = {
+    "reward",
+    "reward_std",
+    "rewards/longer/mean",
+    "rewards/longer/std",
+    "completions/mean_length",
+    "num_tokens",
+}
+# TRL logs the loss with four decimal places, and its other figures count padding
+# (docs/reference/migrating-from-trl.md). The loss that TRL differentiates is compared together with the gradients.
 ROUNDED = frozenset({"loss"})
 OVER_PADDING = {f"objective/{name}" for name in ("kl", "entropy", "non_score_reward", "rlhf_reward")}
 PREFERENCES = {
-    "grad_norm", "objective/scores", "objective/scores_margin", "logps/chosen", "logps/rejected", "rewards/chosen", "beta",
+    "grad_norm", "objective/scores", "objective/scores_margin", "logps/chosen", "logps/rejected", "rewards/chosen",
+    "beta",
     "rewards/rejected", "rewards/margins", "rewards/accuracies", "val/contain_eos_token",
 }  # fmt: skip
 
@@ -73,17 +83,22 @@ def test_rloos_gradients_loss_and_figures_are_trls(
     mine, other = both("RLOO", talkative_dir, tmp_path, engine, fields)
     assert_same_gradients(mine, other)
     kl = {"kl"} if fields["beta"] else set[str]()
-    # Here it is the share of groups whose given rewards are equal; in TRL, whose clipped and penalised rewards are equal.
+    # Here it is the share of groups whose given rewards are equal; in TRL, whose clipped and penalised rewards are
+    # equal.
     other_rewards = fields["beta"] or "reward_clip_range" in fields
     equal = frozenset({"frac_reward_zero_std"} if other_rewards else ())
-    assert_same_figures(mine, other, but=equal, at_least={"loss", "grad_norm", "entropy"} | REWARDS | CLIPS | kl)
+    assert_same_figures(
+        mine, other, but=equal, at_least={"loss", "grad_norm", "entropy"} | REWARDS | CLIPS | kl
+    )
     if fields["num_iterations"] == 2:
         assert mine.logs[1]["clip_ratio/region_mean"] > 0
     if kl:
         assert abs(mine.logs[2]["kl"]) > 3 * MEANS
 
 
-def test_rloo_of_several_rewards_with_an_adapter_is_trls(talkative_dir: str, tmp_path: Path, engine: Engine) -> None:
+def test_rloo_of_several_rewards_with_an_adapter_is_trls(
+    talkative_dir: str, tmp_path: Path, engine: Engine
+) -> None:
     fields = {**RLOO, "beta": 0.5, "learning_rate": 1e-3, "max_steps": 4, "reward_weights": [0.2, 30.0]}
     mine, other = both(
         "RLOO", talkative_dir, tmp_path, engine, fields, reward_funcs=[longer, rounder], peft_config=lora()
@@ -91,7 +106,10 @@ def test_rloo_of_several_rewards_with_an_adapter_is_trls(talkative_dir: str, tmp
     assert all("lora_" in name for name in mine.gradients[0])
     assert_same_gradients(mine, other)
     assert_same_figures(
-        mine, other, but=frozenset(), at_least={"loss", "grad_norm"} | REWARDS | {"kl", "rewards/rounder/mean"}
+        mine,
+        other,
+        but=frozenset(),
+        at_least={"loss", "grad_norm"} | REWARDS | {"kl", "rewards/rounder/mean"},
     )
 
 
@@ -107,7 +125,9 @@ DPOS: dict[str, dict[str, Any]] = {
 def test_online_dpos_gradients_loss_and_figures_are_trls(
     talkative_dir: str, tmp_path: Path, engine: Engine, option: str
 ) -> None:
-    mine, other = both("OnlineDPO", talkative_dir, tmp_path, engine, {**PAIRS, **DPOS[option]}, reward_funcs=decided)
+    mine, other = both(
+        "OnlineDPO", talkative_dir, tmp_path, engine, {**PAIRS, **DPOS[option]}, reward_funcs=decided
+    )
     assert mine.logs[0]["pairs/undecided"] == 0
     assert 0 < mine.logs[0]["val/contain_eos_token"] < 1
     assert_same_gradients(mine, other)
@@ -134,7 +154,9 @@ def test_trls_online_dpo_cannot_take_a_beta_for_each_epoch_and_ours_does(
 
 def test_online_dpo_with_an_adapter_is_trls(talkative_dir: str, tmp_path: Path, engine: Engine) -> None:
     fields = {**PAIRS, "learning_rate": 0.1}
-    mine, other = both("OnlineDPO", talkative_dir, tmp_path, engine, fields, reward_funcs=decided, peft_config=lora())
+    mine, other = both(
+        "OnlineDPO", talkative_dir, tmp_path, engine, fields, reward_funcs=decided, peft_config=lora()
+    )
     assert all("lora_" in name for name in mine.gradients[0])
     assert_same_gradients(mine, other)
     assert_same_figures(mine, other, but=ROUNDED | OVER_PADDING, at_least=PREFERENCES)
@@ -143,11 +165,16 @@ def test_online_dpo_with_an_adapter_is_trls(talkative_dir: str, tmp_path: Path, 
 def test_a1_trls_online_dpo_learns_from_the_sum_of_accumulated_steps_and_ours_from_their_mean(
     talkative_dir: str, tmp_path: Path, engine: Engine
 ) -> None:
-    """Our trainer takes eight pairs at once, TRL's takes four and four. `test_accounting.py` shows that our cut does not matter."""
+    """Our trainer takes eight pairs at once, TRL's takes four and four.
+
+    `test_accounting.py` shows that our cut does not matter.
+    """
     fields = {**PAIRS, "max_steps": 1}
     mine, sampled = ours("OnlineDPO", talkative_dir, tmp_path / "ours", engine, fields, reward_funcs=decided)
     halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    other = theirs("OnlineDPO", talkative_dir, tmp_path / "theirs", sampled, {**fields, **halves}, reward_funcs=decided)
+    other = theirs(
+        "OnlineDPO", talkative_dir, tmp_path / "theirs", sampled, {**fields, **halves}, reward_funcs=decided
+    )
     twice = {name: 2 * gradient for name, gradient in mine.gradients[0].items()}
     assert distance(other.gradients[0], twice) < 1e-5 * norm(twice.values())
     # TRL rounds this figure to four decimal places.

@@ -29,7 +29,12 @@ def test_a_step_of_one_micro_batch_has_trls_auxiliary_loss(
 
     monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", without_last)
     model = save_family("mixtral", tmp_path / "model", router_aux_loss_coef=0.3)
-    fields = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12, "num_iterations": 2}
+    fields = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 12,
+        "num_iterations": 2,
+    }
     fields |= {"vllm_importance_sampling_mode": "token_truncate"} if method == "GRPO" else {}
     # The usual kernel of experts does not take double precision.
     mine, other = both(method, model, tmp_path, shifted_engine(model), fields, dtype=torch.float32)

@@ -1,7 +1,7 @@
 """Scripts with tools, an environment and a `rollout_func` run with TRL and with Lockstep; only their import changes.
 
-CI runs every script for one step with both, and lets the script with an environment learn. That the others learn too is checked
-before a release.
+CI runs every script for one step with both, and lets the script with an environment learn. That the others learn too
+is checked before a release.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def script(name: str, package: str) -> ModuleType:
     assert text.count(IMPORT.format("lockstep")) == 1
     module = ModuleType(f"{name}_with_{package}")
     exec(
-        compile(text.replace(IMPORT.format("lockstep"), IMPORT.format(package)), f"{name}.py", "exec"), module.__dict__
+        compile(text.replace(IMPORT.format("lockstep"), IMPORT.format(package)), f"{name}.py", "exec"),
+        module.__dict__,
     )
     return module
 

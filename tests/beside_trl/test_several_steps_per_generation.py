@@ -1,8 +1,9 @@
-"""Several optimizer steps per generation beside TRL's: which completions a step learns from, and what its loss is averaged over.
+"""Several optimizer steps per generation beside TRL's: which completions a step learns from, and what its loss is
+averaged over.
 
-TRL shuffles the completions of a generation before it cuts them into steps. Lockstep cuts them in the order of their groups. The
-tests replace TRL's shuffle with the identity, so that both make the same cut; everything else is TRL's code. The last test keeps
-the shuffle.
+TRL shuffles the completions of a generation before it cuts them into steps. Lockstep cuts them in the order of their
+groups. The tests replace TRL's shuffle with the identity, so that both make the same cut; everything else is TRL's
+code. The last test keeps the shuffle.
 
 CI makes every cut with one loss, and one cut with each of the other losses, because the cut does not know the loss.
 """
@@ -62,11 +63,15 @@ SAME = [
     for cut, fields in CUTS.items()
     if loss != "bnpo" or "gradient_accumulation_steps" not in fields
 ]
-# TRL logs these figures once, for the whole generation; Lockstep logs them for each step (docs/reference/migrating-from-trl.md).
-OF_THE_GENERATION = frozenset(f"sampling/{name}/" for name in ("sampling_logp_difference", "importance_sampling_ratio"))
+# TRL logs these figures once, for the whole generation; Lockstep logs them for each step
+# (docs/reference/migrating-from-trl.md).
+OF_THE_GENERATION = frozenset(
+    f"sampling/{name}/" for name in ("sampling_logp_difference", "importance_sampling_ratio")
+)
 # In TRL these figures are means of the micro-batches' means.
 OF_MICRO_BATCHES = frozenset({"entropy", "kl", "clip_ratio/"})
-# TRL divides these losses by the tokens of the generation's average step; Lockstep divides by the tokens of the step itself.
+# TRL divides these losses by the tokens of the generation's average step; Lockstep divides by the tokens of the step
+# itself.
 BY_TOKENS = {"dapo": {}, "cispo": {"epsilon_high": 1.01}, "vespo": {}}
 
 
@@ -89,7 +94,9 @@ def assert_agree(mine: Played, other: Played, cut: dict[str, Any], at_least: set
     gradients = [norm(step.values()) for step in mine.gradients]
     assert len({round(size, 6) for size in gradients}) == len(gradients)
     averaged = OF_MICRO_BATCHES if "gradient_accumulation_steps" in cut else frozenset[str]()
-    assert_same_figures(mine, other, but=OF_THE_GENERATION | averaged, at_least={"loss", "grad_norm", "reward"})
+    assert_same_figures(
+        mine, other, but=OF_THE_GENERATION | averaged, at_least={"loss", "grad_norm", "reward"}
+    )
     if not averaged:
         assert_same_figures(mine, other, but=OF_THE_GENERATION, at_least=at_least)
         # In the later steps the policy differs from the policy that sampled.
@@ -98,7 +105,9 @@ def assert_agree(mine: Played, other: Played, cut: dict[str, Any], at_least: set
 
 
 @pytest.mark.usefixtures("unshuffled")
-@pytest.mark.parametrize(("loss", "cut"), portion(SAME, lambda c: c[0] == "grpo" or c[1] == "two steps twice"))
+@pytest.mark.parametrize(
+    ("loss", "cut"), portion(SAME, lambda c: c[0] == "grpo" or c[1] == "two steps twice")
+)
 def test_grpos_steps_of_one_generation_are_trls(
     talkative_dir: str, tmp_path: Path, engine: Engine, loss: str, cut: str
 ) -> None:
@@ -109,7 +118,9 @@ def test_grpos_steps_of_one_generation_are_trls(
 
 @pytest.mark.usefixtures("unshuffled")
 @pytest.mark.parametrize("cut", portion(CUTS, lambda cut: cut == "four micro-batches in two steps"))
-def test_rloos_steps_of_one_generation_are_trls(talkative_dir: str, tmp_path: Path, engine: Engine, cut: str) -> None:
+def test_rloos_steps_of_one_generation_are_trls(
+    talkative_dir: str, tmp_path: Path, engine: Engine, cut: str
+) -> None:
     # The run stays within one epoch, because the next epoch has another order of prompts.
     fields = {**RLOO, **CUTS[cut]} | ({"max_steps": 2} if "gradient_accumulation_steps" in CUTS[cut] else {})
     mine, other = both("RLOO", talkative_dir, tmp_path, start("transformers", talkative_dir), fields)
@@ -117,7 +128,9 @@ def test_rloos_steps_of_one_generation_are_trls(talkative_dir: str, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("unshuffled")
-def test_an_adapters_steps_of_one_generation_are_trls(talkative_dir: str, tmp_path: Path, engine: Engine) -> None:
+def test_an_adapters_steps_of_one_generation_are_trls(
+    talkative_dir: str, tmp_path: Path, engine: Engine
+) -> None:
     fields = {**GRPO, "loss_type": "grpo", "learning_rate": 0.1, "steps_per_generation": 2}
     mine, other = both("GRPO", talkative_dir, tmp_path, engine, fields, peft_config=lora())
     assert_same_gradients(mine, other)
@@ -145,7 +158,10 @@ def test_trl_logs_of_the_whole_generation_what_ours_log_of_each_step(
 def test_what_is_averaged_over_tokens_is_by_the_steps_own_here_and_by_the_generations_average_step_in_trl(
     talkative_dir: str, tmp_path: Path, engine: Engine, loss: str
 ) -> None:
-    """The number of tokens is the only difference. The policy does not change, so each step shows this difference alone."""
+    """The number of tokens is the only difference.
+
+    The policy does not change, so each step shows this difference alone.
+    """
     fields = {
         **GRPO,
         "beta": 0.0,
@@ -169,9 +185,17 @@ def test_what_is_averaged_over_tokens_is_by_the_steps_own_here_and_by_the_genera
 @pytest.mark.usefixtures("unshuffled")
 @pytest.mark.parametrize("loss", portion(BY_TOKENS, lambda loss: loss == "dapo"))
 def test_of_equally_long_completions_these_are_trls_too(untied_dir: str, tmp_path: Path, loss: str) -> None:
-    fields = {**GRPO, "loss_type": loss, **BY_TOKENS[loss], "steps_per_generation": 2, "max_completion_length": 2}
+    fields = {
+        **GRPO,
+        "loss_type": loss,
+        **BY_TOKENS[loss],
+        "steps_per_generation": 2,
+        "max_completion_length": 2,
+    }
     mine, other = both("GRPO", untied_dir, tmp_path, start("transformers", untied_dir), fields)
-    assert {(log["completions/min_length"], log["completions/max_length"]) for log in mine.logs[::2]} == {(2.0, 2.0)}
+    assert {(log["completions/min_length"], log["completions/max_length"]) for log in mine.logs[::2]} == {
+        (2.0, 2.0)
+    }
     assert_same_gradients(mine, other)
 
 
@@ -187,6 +211,7 @@ def test_with_trls_shuffle_the_steps_of_a_generation_differ_and_their_sum_does_n
     for found, expected in zip(mine.gradients, other.gradients, strict=True):
         assert distance(found, expected) > 0.1 * norm(expected.values())
     sums = [
-        {name: sum(step[name] for step in played.gradients) for name in played.gradients[0]} for played in (mine, other)
+        {name: sum(step[name] for step in played.gradients) for name in played.gradients[0]}
+        for played in (mine, other)
     ]
     assert distance(sums[0], sums[1]) <= 1e-5 * max(norm(step.values()) for step in other.gradients)

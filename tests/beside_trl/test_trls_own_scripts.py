@@ -56,7 +56,9 @@ GSPO = {
 }
 
 
-def script(text: str, name: str, changes: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def script(
+    text: str, name: str, changes: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> ModuleType:
     """A script with changed imports, as a module that is not run yet."""
     for old, new in changes:
         assert text.count(old) == 1, old
@@ -109,7 +111,11 @@ def moved(home: Path, folder: str) -> bool:
     ids=["grpo", "gspo", "streaming", "rloo"],
 )
 def test_a_script_of_trls_package_runs_to_its_last_line(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, more: dict[str, str]
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    more: dict[str, str],
 ) -> None:
     text = (Path(trl.__file__).parent / "scripts" / f"{name}.py").read_text()
     module = script(text, name, IMPORTS[name], monkeypatch)
@@ -158,7 +164,10 @@ def test_the_quick_start_runs_although_no_completion_of_a_row_is_scored(
 ) -> None:
     save_data(home / "two")
     module = script(
-        QUICK_START, "quick_start", [("from trl import GRPOTrainer", "from lockstep import GRPOTrainer")], monkeypatch
+        QUICK_START,
+        "quick_start",
+        [("from trl import GRPOTrainer", "from lockstep import GRPOTrainer")],
+        monkeypatch,
     )
     trainer = module.trainer
     trainer.close()
@@ -170,8 +179,8 @@ def test_the_quick_start_runs_although_no_completion_of_a_row_is_scored(
     assert log["reward"] == 0.0
 
 
-# The way of TRL's GSPO example, whose file is not in its package: one parser for three classes, and all arguments for the model
-# in a mapping, most of them None.
+# The way of TRL's GSPO example, whose file is not in its package: one parser for three classes, and all arguments for
+# the model in a mapping, most of them None.
 GSPO_SCRIPT = """
 from datasets import load_dataset
 
@@ -249,9 +258,16 @@ def test_a_script_in_the_way_of_trls_gspo_example_learns_an_adapter(
 
 
 @pytest.mark.parametrize("package", ["lockstep", "trl.experimental.online_dpo"])
-def test_a_script_with_a_reward_model_runs_with_both(home: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+def test_a_script_with_a_reward_model_runs_with_both(
+    home: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
     config = LlamaConfig(
-        vocab_size=384, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=1
+        vocab_size=384,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=1,
     )
     config.pad_token_id = 0
     torch.manual_seed(0)
@@ -263,7 +279,9 @@ def test_a_script_with_a_reward_model_runs_with_both(home: Path, monkeypatch: py
     text = (EXAMPLES / "trl_online_dpo.py").read_text()
     module = script(text, "online_dpo", [(line.format("lockstep"), line.format(package))], monkeypatch)
     fields = {"max_steps": 2, "max_new_tokens": 8, "use_vllm": False, "bf16": False, "learning_rate": 1e-3}
-    trainer = module.main("model", "reward", **fields, output_dir="run", per_device_train_batch_size=2, use_cpu=True)
+    trainer = module.main(
+        "model", "reward", **fields, output_dir="run", per_device_train_batch_size=2, use_cpu=True
+    )
     assert trainer.state.global_step == 2
     assert moved(home, "run")
     names = {name for log in trainer.state.log_history for name in log}

@@ -1,6 +1,7 @@
 """`scripts/trl_tests.py` measures the installed TRL, and counts apart what cannot be compared.
 
-The program itself needs a checkout of TRL. Here are its parts that decide what is counted; the whole of it runs by hand.
+The program itself needs a checkout of TRL. Here are its parts that decide what is counted; the whole of it runs by
+hand.
 """
 
 from __future__ import annotations

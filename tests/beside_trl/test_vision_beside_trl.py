@@ -1,7 +1,7 @@
 """Rows with images beside TRL's trainers: the ids of the prompts, gradients, losses and logged figures are the same.
 
-The model is an Idefics3, because TRL needs the processor of the whole model, and those of the Qwen families and of SmolVLM need
-torchvision, which this environment leaves out (`requirements.lock`).
+The model is an Idefics3, because TRL needs the processor of the whole model, and those of the Qwen families and of
+SmolVLM need torchvision, which this environment leaves out (`requirements.lock`).
 
 TRL itself runs the script of one method in CI, and of the other one before a release.
 """
@@ -56,7 +56,10 @@ def processor_of(folder: str) -> Idefics3Processor:
 def rows() -> Dataset:
     """Two questions. TRL takes messages whose contents are text, and a column of images."""
     return Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": f"what is {i}"}], "image": picture(i, 16, 16)} for i in range(2)]
+        [
+            {"prompt": [{"role": "user", "content": f"what is {i}"}], "image": picture(i, 16, 16)}
+            for i in range(2)
+        ]
     )
 
 
@@ -64,19 +67,23 @@ def rows() -> Dataset:
 def test_rows_with_images_give_the_gradients_and_figures_of_trl(
     method: str, folder: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TRL's trainer makes the prompts with its own processor, and is given completions by the ids of these prompts: other ids would
-    find none.
+    """TRL's trainer makes the prompts with its own processor, and is given completions by the ids of these prompts:
+    other ids would find none.
 
-    TRL bans placeholders from sampling and counts them in the softmax of its scores. Here they are banned on both sides. The ban is
-    off in this test, so that both trainers score the same distribution.
+    TRL bans placeholders from sampling and counts them in the softmax of its scores. Here they are banned on both
+    sides. The ban is off in this test, so that both trainers score the same distribution.
     """
     monkeypatch.setattr(pairs, "_tokenizer", processor_of)
     monkeypatch.setattr(ImagePrompts, "banned_ids", ())
-    fields = FIELDS_OF_PAIRS | ({"vllm_importance_sampling_mode": "token_truncate"} if method == "GRPO" else {})
+    fields = FIELDS_OF_PAIRS | (
+        {"vllm_importance_sampling_mode": "token_truncate"} if method == "GRPO" else {}
+    )
     arguments = {"train_dataset": rows(), "reward_funcs": decided}
     ours, theirs = both(method, folder, tmp_path, engine, fields, **arguments)
     assert_same_gradients(ours, theirs)
-    assert any("vision_model" in name and gradient.abs().max() > 0 for name, gradient in ours.gradients[0].items())
+    assert any(
+        "vision_model" in name and gradient.abs().max() > 0 for name, gradient in ours.gradients[0].items()
+    )
     but = frozenset({"sampling/importance_sampling_ratio/"})
     assert_same_figures(ours, theirs, but=but, at_least={"loss", "grad_norm", "reward"} | CLIPS)
 
@@ -112,7 +119,9 @@ def by_length(completions: list[Any], **_: Any) -> list[float]:
 def many() -> Dataset:
     """Several images per prompt, as in TRL's test with several images."""
     prompt = [{"role": "user", "content": "what is it"}]
-    return Dataset.from_list([{"prompt": prompt, "images": [picture(i), picture(i + 50, 16, 16)]} for i in range(8)])
+    return Dataset.from_list(
+        [{"prompt": prompt, "images": [picture(i), picture(i + 50, 16, 16)]} for i in range(8)]
+    )
 
 
 GROUPS = {"num_generations": 2, "max_completion_length": 8}
@@ -130,7 +139,9 @@ VISION_TESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def cases() -> list[Any]:
     """One case per method, and the others, which CI runs with the long tests."""
-    return [name if " with " not in name else pytest.param(name, marks=pytest.mark.long) for name in VISION_TESTS]
+    return [
+        name if " with " not in name else pytest.param(name, marks=pytest.mark.long) for name in VISION_TESTS
+    ]
 
 
 @pytest.mark.vllm

@@ -1,4 +1,6 @@
-"""LoRA and QLoRA from the command line, with TRL's names: training, resuming, refusal of arguments without an effect."""
+"""LoRA and QLoRA from the command line, with TRL's names: training, resuming, refusal of arguments without an
+effect.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_an_adapter_is_trained_and_gone_on_with(
         lambda wanted, lora: (asked.append(wanted), check(wanted, lora)),
     )
     path = config(home, untied_dir, **{**fields, **LORA, "load_in_4bit": four_bits})
-    assert main([command, "--config", path, "--output_dir", str(home / "whole")]) == 0, capsys.readouterr().err
+    assert main([command, "--config", path, "--output_dir", str(home / "whole")]) == 0, (
+        capsys.readouterr().err
+    )
     assert json.loads((home / "whole" / "summary.json").read_text())["parity"]["failed"] == 0
     assert [getattr(wanted, "load_in_4bit", False) for wanted in asked] == [four_bits]
     (adapter,) = (home / "whole").glob("**/checkpoint-4/adapter_config.json")

@@ -20,7 +20,9 @@ COMMANDS = {"rloo.yaml": "rloo", "online_dpo.yaml": "online-dpo"}
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.name)
-def test_every_recipe_resolves_and_its_resolution_is_a_config(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_recipe_resolves_and_its_resolution_is_a_config(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = COMMANDS.get(recipe.name, "grpo")
     assert main([command, "--config", str(recipe), "--dry_run"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
@@ -32,7 +34,18 @@ def test_every_recipe_resolves_and_its_resolution_is_a_config(recipe: Path, caps
 
 def test_a_dry_run_can_be_used_as_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        main(["grpo", "--model_name_or_path", "m", "--num_generations", "4", "--scale_rewards", "batch", "--dry_run"])
+        main(
+            [
+                "grpo",
+                "--model_name_or_path",
+                "m",
+                "--num_generations",
+                "4",
+                "--scale_rewards",
+                "batch",
+                "--dry_run",
+            ]
+        )
         == 0
     )
     first = capsys.readouterr().out
@@ -101,7 +114,15 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_name_with_a_slash_is_a_reward_model_and_looked_for_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["grpo", "--model_name_or_path", "m", "--dataset_name", "arithmetic", "--output_dir", str(tmp_path / "run")]
+    words = [
+        "grpo",
+        "--model_name_or_path",
+        "m",
+        "--dataset_name",
+        "arithmetic",
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
     assert main([*words, "--reward_funcs", "accuracy", "/no/such/model"]) == 2
     assert "model directory /no/such/model does not exist" in capsys.readouterr().err
     assert main([*words, "--reward_funcs", "accurate"]) == 2
@@ -112,10 +133,13 @@ def test_a_name_with_a_slash_is_a_reward_model_and_looked_for_before_anything_st
 def test_the_words_of_a_file_are_what_they_say(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(
-        "save_strategy: no\nlogging_strategy: no\nbf16: no\nstop_strings: [no, on]\nstructured_outputs_choice: [yes, true]\n"
+        "save_strategy: no\nlogging_strategy: no\nbf16: no\nstop_strings: [no, "
+        "on]\nstructured_outputs_choice: [yes, true]\n"
         "presence_penalty: -1.0e-5\nend_of_thinking: '---'\nrun_name: -x\n"
     )
-    _, made = build(read(["--config", str(config), "--output_dir", str(tmp_path)], "grpo"), GRPOConfig, RunArguments)
+    _, made = build(
+        read(["--config", str(config), "--output_dir", str(tmp_path)], "grpo"), GRPOConfig, RunArguments
+    )
     assert (made.save_strategy, made.logging_strategy, made.bf16) == ("no", "no", False)
     assert made.stop_strings == ["no", "on"]
     assert made.structured_outputs_choice == ["yes", "true"]

@@ -67,7 +67,9 @@ def train(
         "report_to": "none",
         **fields,
     }
-    assert main(["grpo", *(str(word) for name, value in fields.items() for word in (f"--{name}", value))]) == 0
+    assert (
+        main(["grpo", *(str(word) for name, value in fields.items() for word in (f"--{name}", value))]) == 0
+    )
     before = load_file(Path(model) / "model.safetensors")
     after = load_file(home / "run" / "checkpoint-2" / "model.safetensors")
     assert all(not torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -78,7 +80,9 @@ def train(
 def assert_logged(
     name: str, kept: Sequence[Sequence[RolloutGroup]], steps: Sequence[dict[str, Any]], expected: Expected
 ) -> list[float]:
-    """Assert that `expected` gives the score of each rollout, and that each step logs their mean and the share without a score."""
+    """Assert that `expected` gives the score of each rollout, and that each step logs their mean and the share
+    without a score.
+    """
     assert len(kept) == len(steps) == 2
     every: list[float] = []
     for groups, step in zip(kept, steps, strict=True):
@@ -104,7 +108,9 @@ def test_accuracy_is_whether_the_box_holds_the_answer_and_a_row_without_one_is_n
         boxes = set(re.findall(r"\\boxed\{(\d)\}", text))
         # math-verify decides which one of several results counts.
         return (
-            accuracy([text], answer=[columns["answer"]])[0] if len(boxes) > 1 else float(boxes == {columns["answer"]})
+            accuracy([text], answer=[columns["answer"]])[0]
+            if len(boxes) > 1
+            else float(boxes == {columns["answer"]})
         )
 
     rows = [{"prompt": f"what is {i} + 1", "answer": str(RESULTS[i % 4]) if i else None} for i in range(8)]
@@ -118,7 +124,9 @@ def test_format_is_whether_thinking_comes_first_and_ends(
     home: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def thought(text: str, columns: dict[str, Any]) -> float:
-        return float(re.fullmatch(r"<think>((?!<think>).)*</think>((?!<think>).)*", text, re.DOTALL) is not None)
+        return float(
+            re.fullmatch(r"<think>((?!<think>).)*</think>((?!<think>).)*", text, re.DOTALL) is not None
+        )
 
     Dataset.from_list([{"prompt": f"what is {i} + 1"} for i in range(8)]).to_json(home / "data.jsonl")
     kept, steps = train(home, model, monkeypatch, dataset_name=home / "data.jsonl", reward_funcs="format")

@@ -1,4 +1,6 @@
-"""While a program starts, Python's collector is off; afterwards it is as it was, and what was made is not looked at again."""
+"""While a program starts, Python's collector is off; afterwards it is as it was, and what was made is not looked at
+again.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_blocks_may_be_nested_and_a_collector_that_was_off_stays_off() -> None:
     assert gc.isenabled()
 
 
-def test_what_was_made_within_is_frozen_before_the_collector_is_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_made_within_is_frozen_before_the_collector_is_on_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     on: list[bool] = []
     monkeypatch.setattr(gc, "freeze", lambda: on.append(gc.isenabled()))
     with collector_off():

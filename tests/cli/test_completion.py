@@ -1,4 +1,6 @@
-"""The completion script, in a real bash: it completes commands, fields, choices and recipes, and leaves file names to the shell."""
+"""The completion script, in a real bash: it completes commands, fields, choices and recipes, and leaves file names to
+the shell.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from lockstep.cli.main import COMMANDS, main
 def completed(*words: str) -> list[str]:
     """What bash offers for the last word."""
     typed = " ".join(f"'{word}'" for word in words)
-    code = f"{script()}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _lockstep; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    code = (
+        f"{script()}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _lockstep; printf '%s\\n' "
+        f'"${{COMPREPLY[@]}}"'
+    )
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
     return done.stdout.split()

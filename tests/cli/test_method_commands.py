@@ -1,4 +1,7 @@
-"""Each method from its command: a config file goes in, a summary and a report come out. Only the same method resumes its run."""
+"""Each method from its command: a config file goes in, a summary and a report come out.
+
+Only the same method resumes its run.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
     "reinforce-pp": ("REINFORCE++", {**GROUPS, "baseline": "group"}),
     "ppo": ("PPO", {**GROUPS, "num_generations": 1}),
 }
-# What a run announces before it does it, apart from names of files. What lasts has a line more (tests/report/test_silence.py).
+# What a run announces before it does it, apart from names of files. What lasts has a line more
+# (tests/report/test_silence.py).
 STAGES = (
     "loading PyTorch and transformers",
     "loading the trainer",
@@ -91,7 +95,9 @@ def test_a_command_runs_its_method_to_summary_and_report_and_goes_on_after_an_in
 ) -> None:
     method, fields = COMMANDS[command]
     path = config(home, untied_dir, **fields)
-    assert main([command, "--config", path, "--output_dir", str(home / "whole")]) == 0, capsys.readouterr().err
+    assert main([command, "--config", path, "--output_dir", str(home / "whole")]) == 0, (
+        capsys.readouterr().err
+    )
     summary = json.loads((home / "whole" / "summary.json").read_text())
     assert summary["steps"] == 4
     assert summary["parity"]["failed"] == 0

@@ -1,4 +1,7 @@
-"""`lockstep init`, `compare`, `rollouts` and `merge`: what they write and print, from files of runs. They import nothing heavy."""
+"""`lockstep init`, `compare`, `rollouts` and `merge`: what they write and print, from files of runs.
+
+They import nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,10 @@ def runs(tmp_path: Path) -> list[str]:
 
 
 def test_compare_lists_only_the_settings_that_differ(runs: list[str]) -> None:
-    assert differing([read_past_run(Path(run)) for run in runs]) == [("beta", ["0.0", "0.1"]), ("lora_r", ["–", "4"])]
+    assert differing([read_past_run(Path(run)) for run in runs]) == [
+        ("beta", ["0.0", "0.1"]),
+        ("lora_r", ["–", "4"]),
+    ]
 
 
 def test_compare_shows_results_and_curves_on_one_scale(runs: list[str]) -> None:
@@ -79,7 +85,9 @@ def evaluation(folder: Path) -> Path:
     return folder
 
 
-def test_rollouts_of_an_evaluation_can_be_chosen_and_sorted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rollouts_of_an_evaluation_can_be_chosen_and_sorted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = str(evaluation(tmp_path))
     assert main(["rollouts", run]) == 0
     assert [capsys.readouterr().out.count(text) for text in ("answer 1a",)] == [1]
@@ -115,9 +123,9 @@ def test_init_writes_a_config_and_a_reward_that_run_as_they_are(
     from lockstep.tasks.rewards import load_reward
 
     answered = [[{"role": "assistant", "content": "7"}]]
-    assert load_reward("my first/rewards.py:right_answer", {})(completions=answered, answer=["7"], prompts=[[]]) == [
-        1.0
-    ]
+    assert load_reward("my first/rewards.py:right_answer", {})(
+        completions=answered, answer=["7"], prompts=[[]]
+    ) == [1.0]
     assert main(["init", "my first"]) == 2
     assert "exists; give another folder" in capsys.readouterr().err
 
@@ -131,15 +139,17 @@ def test_a_run_ends_with_the_path_of_its_model_and_commands_that_exist(tmp_path:
     typed = ("--recipe", "agent", "--model_name_or_path", "m", "--use_peft", "--reward_funcs", "a b.py:f")
     said = "\n".join(next_lines(tmp_path, adapter=True, typed=typed))
     assert (
-        f"lockstep evaluate --recipe agent --reward_funcs 'a b.py:f' --model_name_or_path {tmp_path / 'merged'} --use_peft False"
-        in said
+        f"lockstep evaluate --recipe agent --reward_funcs 'a b.py:f' --model_name_or_path "
+        f"{tmp_path / 'merged'} --use_peft False" in said
     )
     assert said.startswith(f"adapter          {checkpoint}\n")
     assert f"lockstep merge {checkpoint} {tmp_path / 'merged'}" in said
     assert f"lockstep serve {tmp_path / 'merged'}" in said
 
 
-def test_merge_writes_the_model_that_the_adapter_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge_writes_the_model_that_the_adapter_makes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = save_model(tmp_path / "base")
     model = peft.get_peft_model(
         load_policy(str(base)), peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -1,4 +1,6 @@
-"""No library executes what another user has put into a folder, in the shared temporary folder or where a variable says."""
+"""No library executes what another user has put into a folder, in the shared temporary folder or where a variable
+says.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +161,9 @@ SAFE: list[Callable[[Path], Path]] = [
 
 @needs_root
 @pytest.mark.parametrize("make", UNSAFE)
-def test_a_named_folder_that_another_user_can_change_is_refused(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_a_named_folder_that_another_user_can_change_is_refused(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
     path = make(tmp_path / "cache")
     with pytest.raises(
         InputError, match=f"^{INDUCTOR}={path}: .*({UNSAFE[make]}).*only you can change, or unset {INDUCTOR}"
@@ -168,7 +172,9 @@ def test_a_named_folder_that_another_user_can_change_is_refused(make: Callable[[
 
 
 @pytest.mark.parametrize("make", SAFE)
-def test_a_named_folder_of_the_users_own_is_used_as_it_is(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_a_named_folder_of_the_users_own_is_used_as_it_is(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
     path = make(tmp_path / "cache")
     made = private_caches({**os.environ, INDUCTOR: str(path)})
     assert INDUCTOR not in made
@@ -182,12 +188,17 @@ def test_every_variable_is_examined(name: str, tmp_path: Path) -> None:
         private_caches({**os.environ, name: str(open_to_all(tmp_path / "cache"))})
 
 
-def test_what_libraries_keep_in_the_shared_temporary_folder_goes_to_a_folder_of_the_users_alone(home: Path) -> None:
+def test_what_libraries_keep_in_the_shared_temporary_folder_goes_to_a_folder_of_the_users_alone(
+    home: Path,
+) -> None:
     use_private_caches()
     ours = home / ".cache" / "lockstep" / "compiled"
     # A library makes the folder inside ours.
     assert stat.S_IMODE(ours.stat().st_mode) == 0o700
-    found = {name: os.environ[name] for name in ("TORCHINDUCTOR_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_DSL_CACHE_DIR")}
+    found = {
+        name: os.environ[name]
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
+    }
     assert all(Path(path).parent == ours for path in found.values())
     assert cache_dir() == found["TORCHINDUCTOR_CACHE_DIR"]
     assert Path(triton_cache_dir(0)).is_relative_to(ours)
@@ -233,12 +244,17 @@ def test_an_empty_variable_does_not_mean_the_current_directory(
 
 
 @pytest.mark.parametrize("home_of", ["/proc/none", "/dev/null"])
-def test_a_home_directory_that_cannot_be_written_ends_no_run_and_leaves_nothing(home_of: str, tmp_path: Path) -> None:
+def test_a_home_directory_that_cannot_be_written_ends_no_run_and_leaves_nothing(
+    home_of: str, tmp_path: Path
+) -> None:
     source = (
-        "from lockstep.private_caches import *; use_private_caches(); import os; print(os.environ['QUACK_CACHE_DIR'])"
+        "from lockstep.private_caches import *; use_private_caches(); import os; "
+        "print(os.environ['QUACK_CACHE_DIR'])"
     )
     given = {**os.environ, "HOME": home_of, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", source], env=given, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", source], env=given, capture_output=True, text=True, check=True
+    )
     assert Path(done.stdout.splitlines()[-1]).is_relative_to(tmp_path)
     assert list(tmp_path.glob("lockstep-*")) == []
 
@@ -248,7 +264,11 @@ def test_a_command_refuses_before_it_loads_anything(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(INDUCTOR, str(open_to_all(tmp_path / "cache")))
-    given = {"grpo": words(tmp_path, "none"), "verify": ["verify", "--model", "none"], "serve": ["serve", "none"]}
+    given = {
+        "grpo": words(tmp_path, "none"),
+        "verify": ["verify", "--model", "none"],
+        "serve": ["serve", "none"],
+    }
     assert main(given[command]) == 2
     assert f"lockstep: {INDUCTOR}=" in capsys.readouterr().err
 
@@ -256,7 +276,9 @@ def test_a_command_refuses_before_it_loads_anything(
 def test_a_servers_processes_get_the_folders_and_a_temporary_folder_of_their_own(
     home: Path, untied_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM compiles parts of itself into the temporary folder, under names that anybody knows, and loads them from there."""
+    """vLLM compiles parts of itself into the temporary folder, under names that anybody knows, and loads them from
+    there.
+    """
     given: list[dict[str, str]] = []
 
     class Recorded:

@@ -96,7 +96,9 @@ def test_a_function_of_ones_own_by_its_path(
     assert step["rewards/first_letter/mean"] == step["reward"] == pytest.approx(fmean(given))
 
 
-def test_a_reward_model_by_its_directory(home: Path, untied_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_model_by_its_directory(
+    home: Path, untied_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     classifier = LlamaForSequenceClassification(

@@ -1,4 +1,7 @@
-"""A run that is resumed: with less memory, for more steps, and after a signal. In process, on the transformers engine."""
+"""A run that is resumed: with less memory, for more steps, and after a signal.
+
+In process, on the transformers engine.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def home(tmp_path: Path) -> Path:
 
 
 def run(home: Path, model: str, name: str, **fields: Any) -> int:
-    """Run `lockstep grpo`; returns the exit code. Without an evaluation, the rehearsal makes the first call of the reward."""
+    """Run `lockstep grpo`; returns the exit code.
+
+    Without an evaluation, the rehearsal makes the first call of the reward.
+    """
     content = {
         "model_name_or_path": model,
         "dataset_name": str(home / "data.jsonl"),
@@ -102,7 +108,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     [
         (signal.SIGINT, {}, 3, "after step 2, with a checkpoint"),
         # The first generation makes the second call of the reward. The second step of this generation has not run yet.
-        (signal.SIGTERM, {"num_iterations": 2}, 2, "after step 2, where its generation ends, with a checkpoint"),
+        (
+            signal.SIGTERM,
+            {"num_iterations": 2},
+            2,
+            "after step 2, where its generation ends, with a checkpoint",
+        ),
     ],
     ids=["one step per generation", "two steps per generation"],
 )

@@ -1,4 +1,6 @@
-"""Streams whose reader is gone, that are closed, or whose disk is full: a whole line and the right exit code, no traceback."""
+"""Streams whose reader is gone, that are closed, or whose disk is full: a whole line and the right exit code, no
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +158,9 @@ def test_an_unexpected_error_steers_no_terminal_and_is_told_where_somebody_reads
     assert "hf_AbCd" not in done.stdout
 
 
-def test_a_stream_on_a_descriptor_of_its_own_closes_it_and_those_of_the_process_stay_open(tmp_path: Path) -> None:
+def test_a_stream_on_a_descriptor_of_its_own_closes_it_and_those_of_the_process_stay_open(
+    tmp_path: Path,
+) -> None:
     with (tmp_path / "log").open("w") as file:
         numbers = [os.dup(file.fileno()), 2]
         streams = [lasting(file, number) for number in numbers]

@@ -1,4 +1,6 @@
-"""Messages of the library go through `logging`: to standard output, about settings to standard error, or where a program wants."""
+"""Messages of the library go through `logging`: to standard output, about settings to standard error, or where a
+program wants.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ logging.getLogger("lockstep.config.checks").warning("a setting")
 
 def run(before: str, after: str = "") -> tuple[str, str]:
     code = f"import logging, sys\n{before}\nimport lockstep\n{after}\n{SAY}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     return done.stdout, done.stderr
 
 

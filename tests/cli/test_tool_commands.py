@@ -1,4 +1,6 @@
-"""`lockstep grpo` with `--tools`, `--environment_factory` and `--rollout_func`: a real step learns from such rollouts."""
+"""`lockstep grpo` with `--tools`, `--environment_factory` and `--rollout_func`: a real step learns from such
+rollouts.
+"""
 
 from __future__ import annotations
 
@@ -79,16 +81,27 @@ def run(home: Path, model: str, *words: str) -> tuple[int, dict[str, Any]]:
 
 def test_tools_of_a_file(home: Path, caller_dir: str) -> None:
     mine = home / "mine.py"
-    words = ["--tools", f"{mine}:multiply", "--reward_funcs", f"{mine}:calls", "--max_tool_calling_iterations", "2"]
+    words = [
+        "--tools",
+        f"{mine}:multiply",
+        "--reward_funcs",
+        f"{mine}:calls",
+        "--max_tool_calling_iterations",
+        "2",
+    ]
     code, line = run(home, caller_dir, *words)
     assert code == 0
     assert line["tools/call_frequency"] > 0
     assert line["grad_norm"] > 0
 
 
-def test_an_environment_of_a_file_and_a_reward_function_know_the_same_class(home: Path, caller_dir: str) -> None:
+def test_an_environment_of_a_file_and_a_reward_function_know_the_same_class(
+    home: Path, caller_dir: str
+) -> None:
     mine = home / "mine.py"
-    code, line = run(home, caller_dir, "--environment_factory", f"{mine}:Board", "--reward_funcs", f"{mine}:of_board")
+    code, line = run(
+        home, caller_dir, "--environment_factory", f"{mine}:Board", "--reward_funcs", f"{mine}:of_board"
+    )
     assert code == 0
     assert line["rewards/of_board/mean"] == 1.0
     assert line["rewards/Board/mean"] > 0
@@ -96,7 +109,9 @@ def test_an_environment_of_a_file_and_a_reward_function_know_the_same_class(home
 
 def test_a_rollout_func_of_a_file(home: Path, caller_dir: str) -> None:
     mine = home / "mine.py"
-    code, line = run(home, caller_dir, "--rollout_func", f"{mine}:rollouts", "--reward_funcs", f"{mine}:length")
+    code, line = run(
+        home, caller_dir, "--rollout_func", f"{mine}:rollouts", "--reward_funcs", f"{mine}:length"
+    )
     assert code == 0
     assert line["rewards/length/mean"] == pytest.approx(line["completions/mean_length"])
 
@@ -112,7 +127,9 @@ def test_a_rollout_func_of_a_file(home: Path, caller_dir: str) -> None:
         (["--tools", "MINE:nobody"], "has no function 'nobody'"),
     ],
 )
-def test_what_is_not_there_is_named(words: list[str], message: str, home: Path, caller_dir: str, capsys: Any) -> None:
+def test_what_is_not_there_is_named(
+    words: list[str], message: str, home: Path, caller_dir: str, capsys: Any
+) -> None:
     given = [word.replace("MINE", str(home / "mine.py")) for word in words]
     code, _ = run(home, caller_dir, *given, "--reward_funcs", "length")
     assert code == 2

@@ -1,4 +1,6 @@
-"""Rollouts of several turns and branches on every engine: right ids in the right context, and nothing left behind after an end."""
+"""Rollouts of several turns and branches on every engine: right ids in the right context, and nothing left behind
+after an end.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,11 @@ def assert_scored(model: PreTrainedModel, completion: Completion) -> None:
     """Sampled ids have the log-probs of a plain forward over the branch; inserted ids have none."""
     ids = torch.tensor(completion.token_ids)
     own = forward_logits(model, completion).log_softmax(-1)[torch.arange(len(ids)), ids]
-    mask = torch.ones(len(ids), dtype=torch.bool) if completion.sampled is None else torch.tensor(completion.sampled)
+    mask = (
+        torch.ones(len(ids), dtype=torch.bool)
+        if completion.sampled is None
+        else torch.tensor(completion.sampled)
+    )
     found = torch.tensor(completion.logprobs)
     assert float((found - own)[mask].abs().max()) < 1e-3
     assert not found[~mask].any()
@@ -90,7 +96,12 @@ def test_every_turn_continues_its_branch_id_for_id_and_is_scored_in_it(
         n = first.sampled.tolist().index(False) if first.sampled is not None else 0
         assert first.prompt_ids.tolist() == start.prompt.ids.tolist()
         assert first.token_ids.tolist()[n : n + 3] == list(INSERTED)
-        assert second.prompt_ids.tolist() == [*start.prompt.ids.tolist(), *first.token_ids.tolist()[:n], 90, 91]
+        assert second.prompt_ids.tolist() == [
+            *start.prompt.ids.tolist(),
+            *first.token_ids.tolist()[:n],
+            90,
+            91,
+        ]
         assert second.token_ids[0] == INSERTED[0]
         # The same turns, asked one by one.
         seeds = [start.seed]
@@ -115,8 +126,12 @@ def test_every_turn_continues_its_branch_id_for_id_and_is_scored_in_it(
     }
 
 
-def test_the_same_sampled_ids_give_the_same_rollouts_in_every_engine(driver: Driver, pushed: PreTrainedModel) -> None:
-    """Every engine takes the likeliest token here, so that all of them sample the ids of a plain forward of the model."""
+def test_the_same_sampled_ids_give_the_same_rollouts_in_every_engine(
+    driver: Driver, pushed: PreTrainedModel
+) -> None:
+    """Every engine takes the likeliest token here, so that all of them sample the ids of a plain forward of the
+    model.
+    """
 
     def likeliest(ids: list[int], most: int) -> list[int]:
         sampled: list[int] = []
@@ -192,7 +207,9 @@ def test_a_turn_that_a_program_no_longer_waits_for_is_dropped(engine: Engine, dr
 def test_a_push_may_land_in_the_middle_of_a_conversation(
     server: Server, tokenizer: PreTrainedTokenizerBase, _vllm: Any
 ) -> None:
-    """Between two turns of some rollouts, and in the middle of a turn of others: no key or value of older weights is used."""
+    """Between two turns of some rollouts, and in the middle of a turn of others: no key or value of older weights is
+    used.
+    """
     engine = connect(server.url)
     first, second = make_model(), perturbed(make_model(), scale=0.5)
     push_weights(first, engine, 1)
@@ -208,7 +225,8 @@ def test_a_push_may_land_in_the_middle_of_a_conversation(
                 all_wait.set()
             await asyncio.wait_for(go_on.wait(), 120)
         await asyncio.wait_for(all_wait.wait(), 120)
-        # The turns of the rollouts differ in length. When the shortest turn ends and the push begins, longer ones still run.
+        # The turns of the rollouts differ in length. When the shortest turn ends and the push begins, longer ones
+        # still run.
         for _ in range(4):
             await c.sample(40 + 2 * c.key.sample)
             c.insert(INSERTED)
@@ -233,7 +251,10 @@ def test_a_push_may_land_in_the_middle_of_a_conversation(
         assert c.weight_versions.tolist() == sorted(c.weight_versions.tolist())
         own = torch.where(
             torch.tensor(c.weight_versions) == 1,
-            *(completion_logps(m, c.prompt_ids, c.token_ids, Sampling(1), Precision(None)) for m in (first, second)),
+            *(
+                completion_logps(m, c.prompt_ids, c.token_ids, Sampling(1), Precision(None))
+                for m in (first, second)
+            ),
         )
         assert float((own - torch.tensor(c.logprobs)).abs()[torch.tensor(c.sampled_places)].max()) < 2e-3
     engine.close()

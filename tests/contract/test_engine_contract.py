@@ -38,7 +38,10 @@ def requests(count: int, sampling: Sampling, *, length: int = 12, seed: int = 0)
     rng = random.Random(seed)
     return [
         GenerationRequest(
-            RequestKey(f"p{i}", 0), tuple(rng.randrange(4, 300) for _ in range(length + i % 5)), sampling, 1000 + i
+            RequestKey(f"p{i}", 0),
+            tuple(rng.randrange(4, 300) for _ in range(length + i % 5)),
+            sampling,
+            1000 + i,
         )
         for i in range(count)
     ]
@@ -52,7 +55,9 @@ def forward_logits(model: PreTrainedModel, completion: Completion) -> torch.Tens
     return logits[len(completion.prompt_ids) - 1 : -1]
 
 
-def reference_logprobs(logits: torch.Tensor, sampling: Sampling, completion: Completion, step: int) -> torch.Tensor:
+def reference_logprobs(
+    logits: torch.Tensor, sampling: Sampling, completion: Completion, step: int
+) -> torch.Tensor:
     """The processed distribution, computed from its definition, independently of the engines' code."""
     scores = logits.clone().double()
     before = set(completion.prompt_ids) | set(completion.token_ids[:step])
@@ -118,7 +123,10 @@ def test_a_completion_does_not_depend_on_its_neighbours(engine: Engine) -> None:
     asked = requests(6, Sampling(max_tokens=8))
     together = engine.generate(asked)
     for request in asked:
-        assert engine.generate([request])[request.key].token_ids.tolist() == together[request.key].token_ids.tolist()
+        assert (
+            engine.generate([request])[request.key].token_ids.tolist()
+            == together[request.key].token_ids.tolist()
+        )
 
 
 def test_the_prompt_comes_back_as_it_was_sent(engine: Engine) -> None:
@@ -129,16 +137,23 @@ def test_the_prompt_comes_back_as_it_was_sent(engine: Engine) -> None:
 
 def test_each_request_has_its_own_seed(engine: Engine) -> None:
     (request,) = requests(1, Sampling(max_tokens=8))
-    copies = [GenerationRequest(RequestKey("same", i), request.prompt_ids, request.sampling, 50 + i) for i in range(12)]
+    copies = [
+        GenerationRequest(RequestKey("same", i), request.prompt_ids, request.sampling, 50 + i)
+        for i in range(12)
+    ]
     first = engine.generate(copies)
     again = engine.generate(copies)
-    assert {k: c.token_ids.tolist() for k, c in first.items()} == {k: c.token_ids.tolist() for k, c in again.items()}
+    assert {k: c.token_ids.tolist() for k, c in first.items()} == {
+        k: c.token_ids.tolist() for k, c in again.items()
+    }
     assert len({tuple(completion.token_ids.tolist()) for completion in first.values()}) > 6
 
 
 def test_samples_follow_the_distribution(engine: Engine, pushed: PreTrainedModel) -> None:
     (request,) = requests(1, Sampling(max_tokens=1))
-    copies = [GenerationRequest(RequestKey("same", i), request.prompt_ids, request.sampling, i) for i in range(600)]
+    copies = [
+        GenerationRequest(RequestKey("same", i), request.prompt_ids, request.sampling, i) for i in range(600)
+    ]
     answers = engine.generate(copies)
     with torch.no_grad():
         expected = pushed(torch.tensor(request.prompt_ids)[None]).logits[0, -1].softmax(-1)
@@ -263,7 +278,9 @@ def test_tokens_carry_the_version_that_sampled_them(engine: Engine, pushed: PreT
     assert {v for c in engine.generate(asked).values() for v in c.weight_versions} == {8}
 
 
-def test_a_push_changes_the_engine_to_the_new_weights_and_back(engine: Engine, pushed: PreTrainedModel) -> None:
+def test_a_push_changes_the_engine_to_the_new_weights_and_back(
+    engine: Engine, pushed: PreTrainedModel
+) -> None:
     asked = requests(6, Sampling(max_tokens=8))
     original = engine.generate(asked)
     moved = perturbed(pushed, scale=0.5)
@@ -301,7 +318,9 @@ def test_a_push_does_not_touch_the_trained_model(engine: Engine, pushed: PreTrai
     assert all(torch.equal(parameter, before[name]) for name, parameter in pushed.named_parameters())
 
 
-def test_the_engine_keeps_no_reference_to_the_trainers_weights(engine: Engine, pushed: PreTrainedModel) -> None:
+def test_the_engine_keeps_no_reference_to_the_trainers_weights(
+    engine: Engine, pushed: PreTrainedModel
+) -> None:
     asked = requests(4, Sampling(max_tokens=6))
     before = engine.generate(asked)
     with torch.no_grad():
@@ -309,7 +328,9 @@ def test_the_engine_keeps_no_reference_to_the_trainers_weights(engine: Engine, p
             parameter.mul_(1.5)
     engine.reset_caches()
     after = engine.generate(asked)
-    assert {k: c.logprobs.tolist() for k, c in before.items()} == {k: c.logprobs.tolist() for k, c in after.items()}
+    assert {k: c.logprobs.tolist() for k, c in before.items()} == {
+        k: c.logprobs.tolist() for k, c in after.items()
+    }
 
 
 def test_a_failed_update_closes_the_engine_until_a_whole_one(engine: Engine, pushed: PreTrainedModel) -> None:
@@ -374,7 +395,10 @@ def count_sampled(engine: Engine, request: pytest.FixtureRequest) -> Callable[[]
 def test_short_completions_are_handed_over_while_a_long_one_is_sampled(
     engine: Engine, request: pytest.FixtureRequest
 ) -> None:
-    """Other conversations go on meanwhile. An engine that hands over everything at the end has sampled all tokens before."""
+    """Other conversations go on meanwhile.
+
+    An engine that hands over everything at the end has sampled all tokens before.
+    """
     if engine.settings().engine == "transformers":
         pytest.skip("samples a batch together and hands it over at its end")
     # Many long ones, so that much is left to sample for as long as this process may be late to hear of the short ones.

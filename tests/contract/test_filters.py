@@ -39,7 +39,9 @@ SETTINGS = {
     "bad_words": Sampling(10, allowed_token_ids=(5, 6, 7, 8), bad_words=((5,), (6, 7), (7, 7, 8), (8, 8))),
     "min_tokens": Sampling(10, min_tokens=6, logit_bias=((END_ID, 8.0),)),
     "regex": Sampling(10, grammar=DIGITS),
-    "grammar_and_top_p": Sampling(10, grammar=DIGITS, top_p=0.7, repetition_penalty=1.3, min_tokens=4, temperature=0.7),
+    "grammar_and_top_p": Sampling(
+        10, grammar=DIGITS, top_p=0.7, repetition_penalty=1.3, min_tokens=4, temperature=0.7
+    ),
     "all": Sampling(
         10,
         temperature=1.2,
@@ -67,13 +69,18 @@ def pushed(engine: Engine) -> PreTrainedModel:
 def requests(count: int, sampling: Sampling, seed: int = 0) -> list[GenerationRequest]:
     rng = random.Random(seed)
     return [
-        GenerationRequest(RequestKey(f"p{i}", 0), [rng.randrange(4, 300) for _ in range(8 + i % 3)], sampling, 50 + i)
+        GenerationRequest(
+            RequestKey(f"p{i}", 0), [rng.randrange(4, 300) for _ in range(8 + i % 3)], sampling, 50 + i
+        )
         for i in range(count)
     ]
 
 
 def check(model: PreTrainedModel, sampling: Sampling, completion: Completion) -> int:
-    """Compare a completion with the definition of its distribution. Returns how many of its sets differ by an id at an edge."""
+    """Compare a completion with the definition of its distribution.
+
+    Returns how many of its sets differ by an id at an edge.
+    """
     prompt, output = completion.prompt_ids.tolist(), completion.token_ids.tolist()
     with torch.no_grad():
         logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
@@ -97,7 +104,9 @@ def check(model: PreTrainedModel, sampling: Sampling, completion: Completion) ->
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_log_probs_and_kept_ids_are_those_of_the_definition(engine: Engine, pushed: PreTrainedModel, name: str) -> None:
+def test_log_probs_and_kept_ids_are_those_of_the_definition(
+    engine: Engine, pushed: PreTrainedModel, name: str
+) -> None:
     sampling = SETTINGS[name]
     answers = engine.generate(requests(8, sampling))
     edges = sum(check(pushed, sampling, answer) for answer in answers.values())
@@ -129,7 +138,9 @@ def drawn(rng: random.Random) -> Sampling:
     )  # type: ignore[arg-type]
 
 
-def test_requests_of_one_batch_keep_their_own_drawn_distributions(engine: Engine, pushed: PreTrainedModel) -> None:
+def test_requests_of_one_batch_keep_their_own_drawn_distributions(
+    engine: Engine, pushed: PreTrainedModel
+) -> None:
     """With requests beside them that have no filter, grammar or penalty, and therefore no kept ids."""
     rng = random.Random(3)
     plain = requests(24, Sampling(10))
@@ -164,13 +175,17 @@ def test_a_finished_completion_follows_its_grammar(
     blanks = [i for i in range(VOCABULARY) if TOKENIZER.decode([i]).isspace()]
     sampling = Sampling(30, grammar=grammar, logit_bias=tuple((i, -60.0) for i in blanks))
     answers = list(engine.generate(requests(8, sampling)).values())
-    finished = [TOKENIZER.decode(a.token_ids, skip_special_tokens=True) for a in answers if a.finish_reason == "stop"]
+    finished = [
+        TOKENIZER.decode(a.token_ids, skip_special_tokens=True) for a in answers if a.finish_reason == "stop"
+    ]
     assert finished
     assert all(follows(text) for text in finished), finished  # type: ignore[operator]
     assert sum(check(pushed, sampling, answer) for answer in answers[:3]) == 0
 
 
-def test_a_minimum_length_holds_back_end_tokens_and_stop_strings(engine: Engine, pushed: PreTrainedModel) -> None:
+def test_a_minimum_length_holds_back_end_tokens_and_stop_strings(
+    engine: Engine, pushed: PreTrainedModel
+) -> None:
     eager = Sampling(12, logit_bias=((END_ID, 90.0),))
     assert {len(a.token_ids) for a in engine.generate(requests(6, eager)).values()} == {1}
     held = engine.generate(requests(6, replace(eager, min_tokens=5)))

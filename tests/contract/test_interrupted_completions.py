@@ -1,4 +1,6 @@
-"""Interrupted completions on every engine: the sampled tokens have the log-probs that the trainer's own model gives them."""
+"""Interrupted completions on every engine: the sampled tokens have the log-probs that the trainer's own model gives
+them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ def pushed(engine: Engine) -> PreTrainedModel:
 
 
 def sample(
-    engine: Engine, model: str, interruption: Interruption | None, prompts: Sequence[Prompt] = PROMPTS, **sampling: Any
+    engine: Engine,
+    model: str,
+    interruption: Interruption | None,
+    prompts: Sequence[Prompt] = PROMPTS,
+    **sampling: Any,
 ) -> dict[Any, Completion]:
     limits = Sampling(**{"max_tokens": LIMIT, **sampling})
     groups = collect(
@@ -56,7 +62,10 @@ def sample(
 def said_by_some(plain: dict[Any, Completion]) -> int:
     """A token that some completions have said by the time of their interruption, and others have not."""
     begins = [set(c.token_ids[:AFTER].tolist()) for c in plain.values()]
-    return max(set().union(*begins) - {0}, key=lambda token: min(n := sum(token in b for b in begins), len(begins) - n))
+    return max(
+        set().union(*begins) - {0},
+        key=lambda token: min(n := sum(token in b for b in begins), len(begins) - n),
+    )
 
 
 def test_sampled_tokens_have_the_trainers_log_probs_and_the_others_are_those_put_in(
@@ -123,7 +132,9 @@ def test_a_prompt_that_only_the_first_part_would_fit_behind_is_refused_before_an
     long = replace(PROMPTS[0], ids=(5,) * (CONTEXT - LIMIT + 1))
     real, calls = engine.serve, []
     monkeypatch.setattr(engine, "serve", lambda inbox: calls.append(1) or real(inbox))
-    with pytest.raises(InputError, match=rf"row/0 has {CONTEXT - LIMIT + 1} tokens: with up to {LIMIT} new tokens"):
+    with pytest.raises(
+        InputError, match=rf"row/0 has {CONTEXT - LIMIT + 1} tokens: with up to {LIMIT} new tokens"
+    ):
         sample(engine, untied_dir, Interruption(AFTER, INSERTED, (1,)), [long])
     assert calls == []
     fits = replace(long, ids=long.ids[1:])

@@ -1,4 +1,7 @@
-"""Docstrings say what a thing does. They do not name who calls it: callers change, and a docstring does not change with them."""
+"""Docstrings say what a thing does.
+
+They do not name who calls it: callers change, and a docstring does not change with them.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,9 @@ def callers_named(texts: dict[Path, str]) -> list[str]:
     imports = {path: imported(text) for path, text in texts.items()}
 
     def callers(path: Path, said: str) -> list[str]:
-        named = {base / name for name in NAMED.findall(said) for base in (SOURCE, SOURCE / "training", path.parent)}
+        named = {
+            base / name for name in NAMED.findall(said) for base in (SOURCE, SOURCE / "training", path.parent)
+        }
         callers = [other.name for other in named if other != path and module(path) in imports.get(other, ())]
         return sorted(callers) + CALLERS.findall(said)
 
@@ -53,7 +58,11 @@ def callers_named(texts: dict[Path, str]) -> list[str]:
     for path, text in texts.items():
         # Only a file that seems to have such a sentence is parsed, because that takes long.
         if path.name != "__init__.py" and callers(path, re.sub(r"\s+", " ", text)):
-            wrong += [f"{path.relative_to(SOURCE)}: {one}" for said in docstrings(text) for one in callers(path, said)]
+            wrong += [
+                f"{path.relative_to(SOURCE)}: {one}"
+                for said in docstrings(text)
+                for one in callers(path, said)
+            ]
     return wrong
 
 
@@ -65,7 +74,9 @@ def test_no_docstring_names_its_callers() -> None:
 def test_a_caller_is_found_by_what_it_imports_and_by_what_is_said() -> None:
     below, above = SOURCE / "errors.py", SOURCE / "files.py"
     importing = "from lockstep.errors import (\n    InputError,\n)\n"
-    assert callers_named({below: '"""X. `files.py` gives the name."""\n', above: importing}) == ["errors.py: files.py"]
+    assert callers_named({below: '"""X. `files.py` gives the name."""\n', above: importing}) == [
+        "errors.py: files.py"
+    ]
     # What this file itself imports may be named: it is what the docstring is about.
     assert callers_named({below: '"""X."""\n', above: f'"""X of `errors.py`."""\n{importing}'}) == []
     for said in (

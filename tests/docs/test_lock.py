@@ -1,4 +1,6 @@
-"""`requirements.lock` is the environment that these tests run in: every package, with its version and the hash of its file."""
+"""`requirements.lock` is the environment that these tests run in: every package, with its version and the hash of its
+file.
+"""
 
 from __future__ import annotations
 
@@ -58,5 +60,7 @@ def test_this_environment_has_the_locked_versions() -> None:
     here = {canonicalize_name(d.metadata["Name"]): d.version for d in found}
     if "vllm" in here:
         pytest.skip("the lock is for vLLM's CPU build")
-    differing = {name: (version, here.get(name)) for name, version in locked().items() if here.get(name) != version}
+    differing = {
+        name: (version, here.get(name)) for name, version in locked().items() if here.get(name) != version
+    }
     assert not differing, AGAIN

@@ -26,8 +26,13 @@ def test_the_notebook_runs_and_shows_a_line_per_step(
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     # A loop runs in the kernel while the cells run, as in a browser.
     texts = ["".join(_texts(cell)) for cell in notebook.cells]
-    (training,) = [text for cell, text in zip(notebook.cells, texts, strict=True) if "trainer.train()" in cell.source]
-    assert [line.split()[1] for line in training.splitlines() if "reward" in line and "gap" in line] == ["1/2", "2/2"]
+    (training,) = [
+        text for cell, text in zip(notebook.cells, texts, strict=True) if "trainer.train()" in cell.source
+    ]
+    assert [line.split()[1] for line in training.splitlines() if "reward" in line and "gap" in line] == [
+        "1/2",
+        "2/2",
+    ]
     assert "held-out reward after" in training
     assert "nats" in texts[-1]
 
@@ -36,5 +41,7 @@ def _texts(cell: nbformat.NotebookNode) -> list[str]:
     found = []
     for output in cell.get("outputs", ()):
         data = output.get("data", {})
-        found.append(output.get("text", "") + "".join(data.get("text/html", "") or data.get("text/plain", "")))
+        found.append(
+            output.get("text", "") + "".join(data.get("text/html", "") or data.get("text/plain", ""))
+        )
     return found

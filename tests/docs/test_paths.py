@@ -28,7 +28,9 @@ def missing(path: str, page: Path) -> bool:
     # The files of a run exist only after the run, and those of `lockstep init mine` only after that command.
     if path.startswith(("runs/", "mine/")):
         return False
-    return not any(list(base.glob(path)) for base in (*BASES, page.parent) if ".." not in path or base == page.parent)
+    return not any(
+        list(base.glob(path)) for base in (*BASES, page.parent) if ".." not in path or base == page.parent
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -74,7 +76,10 @@ CITING = [
         for path in ROOT.glob(f"[!.]*/**/*.{end}")
         if "runs" not in path.parts
     ),
-    *(ROOT / name for name in ("Makefile", "pyproject.toml", "mkdocs.yml", ".ci/run", "CONTRIBUTING.md", "README.md")),
+    *(
+        ROOT / name
+        for name in ("Makefile", "pyproject.toml", "mkdocs.yml", ".ci/run", "CONTRIBUTING.md", "README.md")
+    ),
 ]
 CITED = re.compile(r"(?<![\w/])docs/([\w/-]+\.(?:md|svg))(?:#([\w-]+))?")
 

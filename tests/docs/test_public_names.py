@@ -1,4 +1,6 @@
-"""What `dir(lockstep)` and `help` show: the trainers and configs, each with a docstring of its own that says how to use it."""
+"""What `dir(lockstep)` and `help` show: the trainers and configs, each with a docstring of its own that says how to
+use it.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_every_import_that_a_page_shows_works() -> None:
     """Whoever copies a line from a page expects it to work, wherever the names stand by now."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     shown = {
-        line for page in pages for line in re.findall(r"^from lockstep[\w.]* import [\w, ]+$", page.read_text(), re.M)
+        line
+        for page in pages
+        for line in re.findall(r"^from lockstep[\w.]* import [\w, ]+$", page.read_text(), re.M)
     }
     assert "from lockstep.engines import connect" in shown
     for line in sorted(shown):

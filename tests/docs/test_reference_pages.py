@@ -53,7 +53,10 @@ def test_a_proof_and_its_block_come_together(tmp_path: Path) -> None:
         "ends.py raises `ends`, and no docstring has the block: Proof `ends`.": ("Proof `ends`", "Of `ends`"),
         "ends.py describes `beginnings`, and nothing raises it": ("`ends`", "`ends`, `beginnings`"),
         "ends.py: a block has the lines Proof, Shows": ("When:", "Then:"),
-        "ends.py: proof `ends` is made at no moment of a run: every Monday.": ("every request", "every Monday"),
+        "ends.py: proof `ends` is made at no moment of a run: every Monday.": (
+            "every request",
+            "every Monday",
+        ),
     }
     for message, (found, other) in wrong.items():
         file.write_text(ENDS.replace(found, other))
@@ -62,16 +65,22 @@ def test_a_proof_and_its_block_come_together(tmp_path: Path) -> None:
 
 
 def test_the_table_of_the_watch_names_the_proofs_that_its_events_make() -> None:
-    """An event that uses a function `check_…`, or such a method of an attribute, has a proof of its module in its row."""
+    """An event that uses a function `check_…`, or such a method of an attribute, has a proof of its module in its
+    row.
+    """
     run = ast.parse((SOURCE / "watch/run.py").read_text())
     rows = re.findall(r"^\| (`.+?) \| (.+) \|$", ast.get_docstring(run) or "", re.M)
     listed = {
-        event: set(re.findall(r"`(\w+)`", row)) for events, row in rows for event in re.findall(r"`(\w+)`", events)
+        event: set(re.findall(r"`(\w+)`", row))
+        for events, row in rows
+        for event in re.findall(r"`(\w+)`", events)
     }
     proofs: dict[str, set[str]] = {}
     for node in run.body:
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lockstep."):
-            tree = ast.parse(SOURCE.parent.joinpath(*str(node.module).split(".")).with_suffix(".py").read_text())
+            tree = ast.parse(
+                SOURCE.parent.joinpath(*str(node.module).split(".")).with_suffix(".py").read_text()
+            )
             blocks = reference.blocks_of(ast.get_docstring(tree) or "", "")
             own = reference.raised_in(tree).union(*(block.names for block in blocks))
             proofs |= {alias.name: own for alias in node.names}
@@ -106,11 +115,16 @@ def test_every_metric_of_the_code_has_a_meaning() -> None:
 def test_every_fault_that_code_or_docs_name_is_published() -> None:
     page = (reference.REFERENCE / "faults.md").read_text()
     published = {
-        f"{letter}{number}" for row in re.findall(r"^\| ([^|]+) \|", page, re.M) for letter, number in ids(row)
+        f"{letter}{number}"
+        for row in re.findall(r"^\| ([^|]+) \|", page, re.M)
+        for letter, number in ids(row)
     }
     sources = [*(ROOT / "docs").rglob("*.md"), *SOURCE.rglob("*.py")]
     cited = {
-        f"{letter}{number}" for path in sources if path.name != "faults.md" for letter, number in ids(path.read_text())
+        f"{letter}{number}"
+        for path in sources
+        if path.name != "faults.md"
+        for letter, number in ids(path.read_text())
     }
     assert {"T4", "W5", "H8", "A1"} <= cited
     assert sorted(cited - published) == []
@@ -128,7 +142,9 @@ def test_every_check_that_can_fail_has_a_row_on_the_page_that_its_error_names() 
     page = (ROOT / PROOFS_PAGE).read_text(encoding="utf-8")
     rows = {name for row in re.findall(r"^\| ([^|]+) \|", page, re.M) for name in re.findall(r"`(\w+)`", row)}
     raised = {
-        name for path in SOURCE.rglob("*.py") for name in re.findall(r'\bProofError\(\s*"(\w+)"', path.read_text())
+        name
+        for path in SOURCE.rglob("*.py")
+        for name in re.findall(r'\bProofError\(\s*"(\w+)"', path.read_text())
     }
     assert len(raised) > 45
     assert sorted(raised - rows) == []
@@ -144,6 +160,8 @@ def test_messages_that_the_help_quotes_stand_in_the_source() -> None:
     # Long messages are written as several literals, one below the other.
     joined = [re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in SOURCE.rglob("*.py")]
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/troubleshooting/messages.md").read_text(), re.M)
-    quoted = [part.strip() for row in rows for quote in re.findall(r"`([^`]+)`", row) for part in quote.split("…")]
+    quoted = [
+        part.strip() for row in rows for quote in re.findall(r"`([^`]+)`", row) for part in quote.split("…")
+    ]
     assert len(quoted) > 30
     assert [part for part in quoted if not any(part in text for text in joined)] == []

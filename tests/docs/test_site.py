@@ -75,7 +75,12 @@ def unknown_fields(line: str) -> list[str]:
     """The `--field` words of a line that the command of `lockstep` in it does not take."""
     words = shlex.split(line, comments=True)
     at = next(
-        (i for i, word in enumerate(words) if word in ("lockstep", ".venv/bin/lockstep", "lockstep.cli.main")), None
+        (
+            i
+            for i, word in enumerate(words)
+            if word in ("lockstep", ".venv/bin/lockstep", "lockstep.cli.main")
+        ),
+        None,
     )
     if at is None or (command := next(iter(words[at + 1 :]), "")) not in KNOWN:
         return []
@@ -97,7 +102,9 @@ def test_every_page_is_in_the_menu() -> None:
 def leaves(node: yaml.Node) -> list[str]:
     if isinstance(node, yaml.ScalarNode):
         return [node.value]
-    parts = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+    parts = (
+        node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+    )
     return [leaf for part in parts for leaf in leaves(part)]
 
 
@@ -106,15 +113,16 @@ def test_links_of_a_page_stay_within_the_site() -> None:
         (of(page), target)
         for page in EVERY
         for target in re.findall(r"\]\(([^)\s#]+)", page.read_text())
-        if not target.startswith(("http://", "https://")) and not (page.parent / target).resolve().is_relative_to(DOCS)
+        if not target.startswith(("http://", "https://"))
+        and not (page.parent / target).resolve().is_relative_to(DOCS)
     ]
     assert outside == []
 
 
 def test_what_a_page_would_load_from_another_host_is_found() -> None:
-    assert loads('<link rel="stylesheet" href="https://fonts.example/a.css"><a href="https://b.example">b</a>') == [
-        "https://fonts.example/a.css"
-    ]
+    assert loads(
+        '<link rel="stylesheet" href="https://fonts.example/a.css"><a href="https://b.example">b</a>'
+    ) == ["https://fonts.example/a.css"]
     assert loads(
         '<script src="//c.example/x.js"></script><img src="figures/a.svg"><link rel="next" href="https://d">'
     ) == ["//c.example/x.js"]

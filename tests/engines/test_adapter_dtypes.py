@@ -20,7 +20,13 @@ def test_adapters_alone_with_a_float32_engine_are_refused_on_a_gpu(
 
     def config(**fields: Any) -> None:
         GRPOConfig(
-            **{"vllm_enable_lora": True, "output_dir": "x", "use_cpu": True, "engine_dtype": "float32", **fields}
+            **{
+                "vllm_enable_lora": True,
+                "output_dir": "x",
+                "use_cpu": True,
+                "engine_dtype": "float32",
+                **fields,
+            }
         )
 
     def command(*words: str, dtype: torch.dtype = torch.float32) -> None:
@@ -28,14 +34,20 @@ def test_adapters_alone_with_a_float32_engine_are_refused_on_a_gpu(
 
     def engine() -> None:
         made = VLLMInProcess(
-            untied_dir, dtype=torch.float32, max_model_len=64, max_num_seqs=2, engine_kwargs={"enable_lora": True}
+            untied_dir,
+            dtype=torch.float32,
+            max_model_len=64,
+            max_num_seqs=2,
+            engine_kwargs={"enable_lora": True},
         )
         made.close()
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     for refused in (config, lambda: command("--enable-lora"), engine):
-        with pytest.raises(InputError, match=r"half precision only, and the engine's dtype is float32; set .*bfloat16"):
+        with pytest.raises(
+            InputError, match=r"half precision only, and the engine's dtype is float32; set .*bfloat16"
+        ):
             refused()
     command("--no-enable-lora")
     command("--enable-lora", dtype=torch.bfloat16)

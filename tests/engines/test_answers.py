@@ -1,4 +1,7 @@
-"""Every request gets its own answer, or an error is raised. This holds for any order, number and repetition of answers."""
+"""Every request gets its own answer, or an error is raised.
+
+This holds for any order, number and repetition of answers.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +162,9 @@ def test_a_span_without_end_costs_no_memory() -> None:
 )
 def test_an_answer_with_fields_of_other_types_is_one_error(changes: dict[str, object]) -> None:
     broken = said(span("run:3", 0, 2), **changes)
-    with pytest.raises(LockstepError, match=r"the answer to request x/1|ended with finish reason|0 log-probs"):
+    with pytest.raises(
+        LockstepError, match=r"the answer to request x/1|ended with finish reason|0 log-probs"
+    ):
         completion_from(broken, request(1), "x/1", STAMPS)
     assert stamps_of(broken) <= {"run:3"}
     scored = broken | {"prompt_logprobs": [None, {"1": {"logprob": "x"}}, {"2": 3}]}
@@ -179,7 +184,9 @@ def test_requests_are_refused_before_any_is_started() -> None:
     check_requests([request(1)], 3, 7, 400, {})
     largest = int(request(1).prompt_ids.max())
     check_requests([request(1)], 3, 7, largest + 1, {})
-    with pytest.raises(InputError, match=f"p1 has token id {largest} but the model embeds only {largest} tokens"):
+    with pytest.raises(
+        InputError, match=f"p1 has token id {largest} but the model embeds only {largest} tokens"
+    ):
         check_requests([request(1)], 3, 7, largest, {})
 
 
@@ -199,9 +206,21 @@ LIMITS = {"allowed_token_ids": 3, "logit_bias": 2, "end_ids": 4, "bad_words": 3,
             {"logit_bias": ((5, 1.0), (6, 1.0), (7, 1.0))},
             "names 3 ids; .* most 2",
         ),
-        ({"end_ids": (1, 2, 3, 4)}, {"end_ids": (1, 2, 3, 4, 5)}, "5 ids end a completion; .* most 4 .*RUNNER=0"),
-        ({"bad_words": ((5,), (6,), (7,))}, {"bad_words": ((5,), (6,), (7,), (8,))}, "4 sequences .*NUM_BAD_WORDS=4"),
-        ({"bad_words": ((5, 6, 7), (8, 9))}, {"bad_words": ((5, 6, 7), (8, 9, 9))}, "6 ids together; .*TOKENS=6"),
+        (
+            {"end_ids": (1, 2, 3, 4)},
+            {"end_ids": (1, 2, 3, 4, 5)},
+            "5 ids end a completion; .* most 4 .*RUNNER=0",
+        ),
+        (
+            {"bad_words": ((5,), (6,), (7,))},
+            {"bad_words": ((5,), (6,), (7,), (8,))},
+            "4 sequences .*NUM_BAD_WORDS=4",
+        ),
+        (
+            {"bad_words": ((5, 6, 7), (8, 9))},
+            {"bad_words": ((5, 6, 7), (8, 9, 9))},
+            "6 ids together; .*TOKENS=6",
+        ),
     ],
 )
 def test_more_ids_than_the_engine_takes_are_refused_before_any_request_is_started(
@@ -291,7 +310,11 @@ def test_kept_ids_that_fit_their_request_pass(sampling: Sampling, changes: dict[
         (TOP_K, {"kept_ids": KeptIds([7, 10, 3, 8], [2, 4])}, "outside the vocabulary"),
         (TOP_K, {"kept_ids": KeptIds([-1, 7, 3, 8], [2, 4])}, "outside the vocabulary"),
         # The engine sampled from the whole vocabulary.
-        (TOP_K, {"kept_ids": KeptIds([*range(400), 3, 8], [400, 402])}, "a set of 400 kept ids, with top_k=2"),
+        (
+            TOP_K,
+            {"kept_ids": KeptIds([*range(400), 3, 8], [400, 402])},
+            "a set of 400 kept ids, with top_k=2",
+        ),
         (Sampling(4, min_p=0.5), {"logprobs": (-1.5, -0.3)}, "less likely than min_p=0.5 allows"),
     ],
 )

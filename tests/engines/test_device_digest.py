@@ -1,4 +1,6 @@
-"""The keyed digest of a device: equal to arithmetic on Python's integers, for every dtype; every change of a tensor is seen."""
+"""The keyed digest of a device: equal to arithmetic on Python's integers, for every dtype; every change of a tensor
+is seen.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def by_hand(tensor: torch.Tensor, name: str = "w", key: int = KEY) -> str:
         for start in range(0, len(words), row):
             for lane in range(2):
                 factors = multipliers[(2 * level + lane) * row :][:row]
-                sums.append(sum(w * m for w, m in zip(words[start : start + row], factors, strict=True)) % _ALL)
+                sums.append(
+                    sum(w * m for w, m in zip(words[start : start + row], factors, strict=True)) % _ALL
+                )
         if len(sums) == 2:
             break
         raw = b"".join(value.to_bytes(8, "little") for value in sums)
@@ -65,7 +69,14 @@ def of_bytes(count: int, dtype: torch.dtype = torch.uint8, seed: int = 0) -> tor
 
 def halves(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Views of a (40, 6) tensor of which no element is where a contiguous tensor has it."""
-    return [tensor.T, tensor[1::3], tensor[:, 1:4], tensor[3:, 5], tensor[:1].expand(7, 6), tensor.flatten()[1:]]
+    return [
+        tensor.T,
+        tensor[1::3],
+        tensor[:, 1:4],
+        tensor[3:, 5],
+        tensor[:1].expand(7, 6),
+        tensor.flatten()[1:],
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -73,7 +84,11 @@ def test_the_digest_is_the_definition_for_every_dtype_size_and_view(dtype):
     tensors = [of_bytes(count, dtype) for count in (0, 1, 2, 3, 5, 63, 4096, 16384, 16385)]
     # A whole row that begins in the middle of a word.
     tensors += [of_bytes(16384 // dtype.itemsize + 1, dtype)[1:]]
-    tensors += [of_bytes(1, dtype)[0], of_bytes(0, dtype).view(0, 3), *halves(of_bytes(240, dtype).view(40, 6))]
+    tensors += [
+        of_bytes(1, dtype)[0],
+        of_bytes(0, dtype).view(0, 3),
+        *halves(of_bytes(240, dtype).view(40, 6)),
+    ]
     found = digest_texts(device_digests([("w", tensor) for tensor in tensors], KEY))
     assert found == [by_hand(tensor) for tensor in tensors]
 
@@ -98,7 +113,9 @@ def test_every_flipped_bit_is_seen():
 
 
 def test_the_highest_bits_of_words_are_seen_in_every_row_and_level():
-    """An odd multiplier modulo 2^64 would keep them; a digest of 32 bits, or one with a single multiplier, would not."""
+    """An odd multiplier modulo 2^64 would keep them; a digest of 32 bits, or one with a single multiplier, would
+    not.
+    """
     tensor = torch.zeros(1030, 4096, dtype=torch.int32)
     before = text(tensor)
     for row, column in ((0, 0), (0, 4095), (511, 7), (1029, 4095)):
@@ -116,7 +133,12 @@ def test_exchanged_tensors_rows_and_shards_and_other_outlines_are_seen():
     before = text(tensor)
     rows = tensor.clone()
     rows[[3, 40]] = tensor[[40, 3]]
-    assert before not in (text(rows), text(tensor.roll(32, 0)), text(tensor.roll(1, 1)), text(tensor.roll(2048, 1)))
+    assert before not in (
+        text(rows),
+        text(tensor.roll(32, 0)),
+        text(tensor.roll(1, 1)),
+        text(tensor.roll(2048, 1)),
+    )
     # The same bytes under another name, dtype or shape.
     assert before not in (text(tensor, "v"), text(tensor.view(torch.float32)), text(tensor.view(4096, 64)))
     one, other = of_bytes(10), of_bytes(10, seed=1)

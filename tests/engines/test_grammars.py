@@ -46,7 +46,9 @@ def test_masks_of_a_completion_are_those_of_its_tokens(compiler: GrammarCompiler
 
 
 @pytest.mark.parametrize("place", [0, 1, -1])
-def test_a_token_that_the_grammar_forbids_is_found_at_every_position(compiler: GrammarCompiler, place: int) -> None:
+def test_a_token_that_the_grammar_forbids_is_found_at_every_position(
+    compiler: GrammarCompiler, place: int
+) -> None:
     grammar = GRAMMARS[2]
     ids, _ = walk(compiler, grammar, 1)
     ids[place] = next(i for i in range(4, 384) if i not in ids)

@@ -92,7 +92,9 @@ def test_what_vllms_workers_change_is_put_back_after_a_start_and_after_an_error(
 
 @pytest.mark.vllm
 @needs_vllm
-def test_a_real_start_leaves_the_trainers_process_as_it_was(untied_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_start_leaves_the_trainers_process_as_it_was(
+    untied_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with known(monkeypatch) as frozen:
         before, count = state(), len(frozen)
         engine = start("vllm", untied_dir)

@@ -55,7 +55,9 @@ def start(folder: Path, shared: Path) -> subprocess.Popen[bytes]:
     return owner
 
 
-def test_what_a_killed_owner_leaves_is_removed_and_what_a_living_one_has_is_not(folder: Path, shared: Path) -> None:
+def test_what_a_killed_owner_leaves_is_removed_and_what_a_living_one_has_is_not(
+    folder: Path, shared: Path
+) -> None:
     with start(folder, shared) as owner:
         leftovers.remove_dead(folder.parent)
         assert folder.exists()
@@ -107,7 +109,9 @@ def test_what_belongs_to_somebody_else_is_left_alone(
     assert (target / "owner.lock").exists()
 
 
-@pytest.mark.parametrize("line", ["1 {name}", "{inode} ../../{path}", "{inode} /{path}", "x {name}", "{inode} other"])
+@pytest.mark.parametrize(
+    "line", ["1 {name}", "{inode} ../../{path}", "{inode} /{path}", "x {name}", "{inode} other"]
+)
 def test_a_list_that_is_wrong_removes_nothing(line: str, folder: Path, shared: Path) -> None:
     said = line.format(name=shared.name, inode=shared.stat().st_ino, path=str(shared).lstrip("/"))
     (folder / "shared-memory").write_text(f"{said}\n\0\n")
@@ -134,7 +138,9 @@ def test_only_names_of_engines_are_listed(folder: Path, shared: Path) -> None:
         users.unlink()
 
 
-def test_the_next_engine_removes_what_the_last_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_engine_removes_what_the_last_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     short = Path(f"/tmp/ls-{uuid.uuid4().hex[:8]}")
     short.mkdir()
     try:

@@ -44,7 +44,9 @@ def samplings(draw: st.DrawFn) -> Sampling:
 def mask_of(allowed: set[int]) -> torch.Tensor:
     """(1, 2) int32 mask, as xgrammar makes it."""
     words = [sum(1 << (i % 32) for i in allowed if i // 32 == word) for word in range(math.ceil(V / 32))]
-    return torch.tensor([[word - (1 << 32) if word >= 1 << 31 else word for word in words]], dtype=torch.int32)
+    return torch.tensor(
+        [[word - (1 << 32) if word >= 1 << 31 else word for word in words]], dtype=torch.int32
+    )
 
 
 @draws(300)

@@ -22,7 +22,9 @@ pytestmark = VLLM
 
 def test_sets_are_computed_only_while_a_request_asks_and_larger_ones_become_empty() -> None:
     """The runner is played: vLLM's own needs a GPU."""
-    sampler: Any = SimpleNamespace(return_sampling_mask=False, add_request=lambda *_: None, sample=lambda *_: None)
+    sampler: Any = SimpleNamespace(
+        return_sampling_mask=False, add_request=lambda *_: None, sample=lambda *_: None
+    )
 
     def step(hidden_states: Any, batch: Any) -> tuple[Any]:
         sampler.sample(None, None, None, batch.idx_mapping_np)
@@ -49,7 +51,13 @@ def test_sets_are_computed_only_while_a_request_asks_and_larger_ones_become_empt
 
 def test_the_limits_of_a_request_are_those_of_vllms_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     second = SimpleNamespace(use_v2_model_runner=True)
-    sizes = {"allowed_token_ids": 1024, "logit_bias": 1024, "end_ids": 128, "bad_words": 128, "bad_word_ids": 1024}
+    sizes = {
+        "allowed_token_ids": 1024,
+        "logit_bias": 1024,
+        "end_ids": 128,
+        "bad_words": 128,
+        "bad_word_ids": 1024,
+    }
     assert request_limits(second) == sizes
     assert request_limits(SimpleNamespace(use_v2_model_runner=False)) == {}
     # A user can make two of the tables larger.
@@ -66,7 +74,9 @@ def test_an_engine_says_whether_vllm_searches_the_edge_of_top_p(
 
     searched: list[torch.Tensor] = []
     monkeypatch.setattr(filters, "HAS_TRITON", has_triton)
-    monkeypatch.setattr(filters, "apply_top_k_top_p_triton", lambda *given: searched.extend(given), raising=False)
+    monkeypatch.setattr(
+        filters, "apply_top_k_top_p_triton", lambda *given: searched.extend(given), raising=False
+    )
     filters.apply_top_k_top_p(torch.zeros(1, 4), None, torch.tensor([0.9]))
     assert searches_top_p() is has_triton is bool(searched)
 

@@ -1,7 +1,8 @@
 """vLLM's sleep mode, with real vLLM in this process. Its scheduler and its executor sleep and wake as on a GPU.
 
-On a CPU vLLM's workers keep their memory when they sleep. Therefore `Memory` takes the place of that one part: level 2 really
-overwrites the weights that the worker computes with, and level 1 overwrites them and restores them when they wake.
+On a CPU vLLM's workers keep their memory when they sleep. Therefore `Memory` takes the place of that one part: level
+2 really overwrites the weights that the worker computes with, and level 1 overwrites them and restores them when they
+wake.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Memory:
             own = {name: p.detach().clone() for name, p in layer.named_parameters(recurse=False)}
             if "cpu_linear" in vars(layer):
                 own["cpu_linear"] = layer.cpu_linear
-                layer.cpu_linear = lambda x, *rest, layer=layer: torch.full((*x.shape[:-1], _outputs(layer)), 7.0)
+                layer.cpu_linear = lambda x, *rest, layer=layer: torch.full(
+                    (*x.shape[:-1], _outputs(layer)), 7.0
+                )
             for parameter in layer.parameters(recurse=False):
                 parameter.fill_(7.0)
             if level == 1:
@@ -74,7 +77,9 @@ class Memory:
 
 
 def _outputs(layer: Any) -> int:
-    return sum(getattr(layer, "output_sizes", None) or [getattr(layer, "output_size", 0) or layer.org_vocab_size])
+    return sum(
+        getattr(layer, "output_sizes", None) or [getattr(layer, "output_size", 0) or layer.org_vocab_size]
+    )
 
 
 def sleeping(model: str, level: int, **more: Any) -> tuple[VLLMInProcess, Memory]:
@@ -118,7 +123,9 @@ def test_the_order_is_sleep_weights_push_proofs_cache_sample(
     first = engine.generate([REQUEST])[REQUEST.key]
     for method in ("load", "probe", "score", "commit_version"):
         real = getattr(engine, method)
-        monkeypatch.setattr(engine, method, lambda *a, m=method, r=real, **k: (memory.calls.append(m), r(*a, **k))[1])
+        monkeypatch.setattr(
+            engine, method, lambda *a, m=method, r=real, **k: (memory.calls.append(m), r(*a, **k))[1]
+        )
     let_sleep(engine)
     assert engine.version is None
     proof = pushing.push(1, canary=True)
@@ -210,12 +217,16 @@ def test_level_1_keeps_the_weights_and_proves_that_they_came_back(
     assert again.canary.max_abs < 1e-3
     # The base model of an adapter alone is not sent again.
     let_sleep(engine)
-    with pytest.raises(ProofError, match=r"proof 'sleep' failed: worker 0 .* other bytes in \d+ of \d+ parameters"):
+    with pytest.raises(
+        ProofError, match=r"proof 'sleep' failed: worker 0 .* other bytes in \d+ of \d+ parameters"
+    ):
         engine.adapters.begin()
     monkeypatch.setattr(memory, "is_damaged", False)
 
 
-def test_a_wake_that_vllm_does_not_confirm_is_an_error(engine: VLLMInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wake_that_vllm_does_not_confirm_is_an_error(
+    engine: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pushing = pusher(engine, make_model())
     pushing.push(0)
     let_sleep(engine)
@@ -251,10 +262,16 @@ def test_a_run_sleeps_after_every_generation_and_learns_the_same(
     assert memory.calls.count("sleep 2") == 2
     # The first push comes before the first sleep.
     assert memory.calls.count("wake weights") == 1
-    # If neither side knows that the weights are gone, a run whose weights did not change ends before its next generation.
+    # If neither side knows that the weights are gone, a run whose weights did not change ends before its next
+    # generation.
     monkeypatch.setattr(sleep, "forget_weights", lambda worker: None)
     monkeypatch.setattr(source, "let_sleep", lambda engine: engine.sleep())
-    fields: dict[str, Any] = {"use_vllm": True, "max_steps": 4, "vllm_enable_sleep_mode": True, "learning_rate": 1e-30}
+    fields: dict[str, Any] = {
+        "use_vllm": True,
+        "max_steps": 4,
+        "vllm_enable_sleep_mode": True,
+        "learning_rate": 1e-30,
+    }
     with pytest.raises(ProofError, match=r"proof .module_probe. failed: at version 2"):
         make("grpo-grpo", untied_dir, tmp_path / "fault", engine=engine, **fields).train()
 

@@ -1,7 +1,8 @@
-"""vLLM in the trainer's process with its model split over two worker processes: the same proofs, tokens and learned weights.
+"""vLLM in the trainer's process with its model split over two worker processes: the same proofs, tokens and learned
+weights.
 
-CI runs the first test. The others run before a release: faults in one of the workers, two trainer processes, adapters, the other
-transport, sleep, signals, a killed worker and a killed trainer.
+CI runs the first test. The others run before a release: faults in one of the workers, two trainer processes,
+adapters, the other transport, sleep, signals, a killed worker and a killed trainer.
 """
 
 from __future__ import annotations
@@ -48,7 +49,12 @@ REQUESTS = [GenerationRequest(RequestKey(f"p{i}", 0), (7, 8, 9 + i), Sampling(16
 
 
 def split_engine(model: str, transport: str = "auto", **more: Any) -> VLLMInProcess:
-    more = {"tensor_parallel_size": 2, "transport": transport_here(transport, 120.0), "timeout": 120.0, **more}
+    more = {
+        "tensor_parallel_size": 2,
+        "transport": transport_here(transport, 120.0),
+        "timeout": 120.0,
+        **more,
+    }
     return VLLMInProcess(model, dtype=torch.float32, max_model_len=CONTEXT, **more)
 
 
@@ -181,7 +187,10 @@ def steps_with(engine: VLLMInProcess, model: str, folder: Path) -> dict[str, Any
 
 
 def check_same_run(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Both have sampled the same tokens. The trainer computes in float64; the engines' log-probs differ by their rounding."""
+    """Both have sampled the same tokens.
+
+    The trainer computes in float64; the engines' log-probs differ by their rounding.
+    """
     assert len(one["gradients"]) == 2
     for mine, theirs in zip(one["gradients"], other["gradients"], strict=True):
         assert difference(mine, theirs) < 1e-5
@@ -216,7 +225,9 @@ def test_a_sharded_model_reaches_both_workers(
     monkeypatch.setattr(test_two_ranks, "Program", subprocess.Popen)
     monkeypatch.setenv("TEST_SPLIT_ENGINE", "1")
     script = str(SCRIPT.with_name("sharded.py"))
-    run_ranks([sys.executable, script], [kind, "2", untied_dir, str(tmp_path), "served"], tmp_path, codes=[0, 0])
+    run_ranks(
+        [sys.executable, script], [kind, "2", untied_dir, str(tmp_path), "served"], tmp_path, codes=[0, 0]
+    )
     for rank in (0, 1):
         found = torch.load(tmp_path / f"served.{rank}-2.pt")
         assert "raised" not in found, found
@@ -232,7 +243,9 @@ def test_a_sharded_model_reaches_both_workers(
 def test_adapters_alone_reach_both_workers(transport: str, untied_dir: str) -> None:
     peft = pytest.importorskip("peft")
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
-    model = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, target_modules=layers, rank_pattern={"q_proj": 2}))
+    model = peft.get_peft_model(
+        make_model(), peft.LoraConfig(r=4, target_modules=layers, rank_pattern={"q_proj": 2})
+    )
     engine = split_engine(untied_dir, transport, engine_kwargs=adapter_arguments(*adapter_shape(model)))
     pusher = ProvenPusher(model, engine, torch.float32, Precision(None), extension=AdapterPush)
     for version in range(3):
@@ -289,7 +302,9 @@ def test_gloo_reaches_both_workers(tied_dir: str) -> None:
 
 
 @pytest.mark.release
-def test_workers_leave_signals_to_the_trainer_and_the_loss_of_one_ends_the_use_of_the_engine(untied_dir: str) -> None:
+def test_workers_leave_signals_to_the_trainer_and_the_loss_of_one_ends_the_use_of_the_engine(
+    untied_dir: str,
+) -> None:
     before = workers_of(os.getpid())
     engine = split_engine(untied_dir)
     model, pids = make_model(), [pid for pid in workers_of(os.getpid()) if pid not in before]
@@ -336,7 +351,11 @@ def test_the_workers_end_with_a_trainer_that_is_killed_or_forgets_to_close(
     end: str, untied_dir: str, tmp_path: Path
 ) -> None:
     script, log = tmp_path / "trainer.py", tmp_path / "log"
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "training")]
+    folders = [
+        str(Path(__file__).parent),
+        str(Path(__file__).parents[1]),
+        str(Path(__file__).parents[1] / "training"),
+    ]
     script.write_text(TRAINER.format(path=folders, model=untied_dir))
     with log.open("w") as file:
         trainer = subprocess.Popen([sys.executable, str(script), end], stdout=file, stderr=file)

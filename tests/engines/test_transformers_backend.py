@@ -1,4 +1,7 @@
-"""vLLM's Transformers backend changes the class of the model that it runs. The trainer's model of that class stays as it is."""
+"""vLLM's Transformers backend changes the class of the model that it runs.
+
+The trainer's model of that class stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,8 @@ def test_a_model_of_the_same_class_is_trained_beside_the_engine(tmp_path: Path) 
 
 @pytest.mark.release
 def test_an_embedding_that_transformers_scales_has_the_trainers_weights(tmp_path: Path) -> None:
-    with stage_on(save_family("vaultgemma", tmp_path / "model"), tmp_path, use_vllm=True, bf16=False) as stage:
+    with stage_on(
+        save_family("vaultgemma", tmp_path / "model"), tmp_path, use_vllm=True, bf16=False
+    ) as stage:
         assert stage.push(every_module=True).failed == []
         assert stage.step() > 0

@@ -19,7 +19,9 @@ from lockstep.tokens.chat import load_tokenizer
 
 
 def test_an_engine_that_was_closed_can_be_closed_again(untied_dir: str) -> None:
-    engine = TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT)
+    engine = TransformersEngine(
+        untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT
+    )
     engine.close()
     engine.close()
     assert engine.version is None
@@ -30,22 +32,32 @@ def test_the_engine_of_a_run_on_the_cpu_leaves_a_gpu_to_others(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     own = {"dtype": torch.float32, "max_model_len": CONTEXT}
-    engine = start_here(untied_dir, load_tokenizer(untied_dir), use_vllm=False, vllm_arguments={}, use_cpu=True, **own)
+    engine = start_here(
+        untied_dir, load_tokenizer(untied_dir), use_vllm=False, vllm_arguments={}, use_cpu=True, **own
+    )
     assert isinstance(engine, TransformersEngine)
     assert engine.model.device.type == "cpu"
     with pytest.raises((AssertionError, RuntimeError)):
         start_here(untied_dir, load_tokenizer(untied_dir), use_vllm=False, vllm_arguments={}, **own)
 
 
-def test_scores_hold_the_logits_of_a_few_rows_at_a_time(untied_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT)
+def test_scores_hold_the_logits_of_a_few_rows_at_a_time(
+    untied_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TransformersEngine(
+        untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT
+    )
     engine.commit_version(0)
     ids = tuple(range(5, 105))
     monkeypatch.setattr(transformers_engine, "SCORED_ROWS", 4)
     with Largest() as seen:
         found = engine.score({"a": ids})["a"]
     # The largest tensor is the head's weights, a matrix for 64 rows. The logits of all 99 rows would be larger.
-    assert seen.elements == engine.model.get_output_embeddings().weight.numel() < 99 * engine.model.config.vocab_size
+    assert (
+        seen.elements
+        == engine.model.get_output_embeddings().weight.numel()
+        < 99 * engine.model.config.vocab_size
+    )
     with torch.no_grad():
         given = torch.tensor([ids[:-1]], device=engine.model.device)
         logps = engine.model(input_ids=given).logits[0].log_softmax(-1).cpu()
@@ -68,7 +80,9 @@ def test_rows_that_have_ended_do_not_run_past_the_models_positions(tmp_path: Pat
 
 
 def test_a_batch_holds_as_many_rows_as_fit(untied_dir: str) -> None:
-    engine = TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=100)
+    engine = TransformersEngine(
+        untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=100
+    )
     engine.max_num_seqs = 3
 
     def sizes(*rows: tuple[int, int]) -> list[int]:
@@ -91,9 +105,13 @@ def test_padding_does_not_reach_the_state_of_a_shorter_prompt(family: str, tmp_p
     engine.commit_version(0)
     prompts = ([7, 9, 11] * 12, [5, 8, 13], [3, 4, 6])
     requests = [
-        GenerationRequest(RequestKey("a", n), prompt, Sampling(max_tokens=4), n) for n, prompt in enumerate(prompts)
+        GenerationRequest(RequestKey("a", n), prompt, Sampling(max_tokens=4), n)
+        for n, prompt in enumerate(prompts)
     ]
-    assert [len(batch) for batch in engine.batches([engine.row(request) for request in requests[::-1]])] == [2, 1]
+    assert [len(batch) for batch in engine.batches([engine.row(request) for request in requests[::-1]])] == [
+        2,
+        1,
+    ]
     answers = engine.generate(requests)
     for request in requests:
         answer = answers[request.key]

@@ -21,7 +21,11 @@ from lockstep.weights.push import push_weights
 
 
 @draws(40)
-@given(rows=st.lists(st.lists(st.sampled_from([-torch.inf, -2.0, -1.0, 0.0]), min_size=3, max_size=3), min_size=1))
+@given(
+    rows=st.lists(
+        st.lists(st.sampled_from([-torch.inf, -2.0, -1.0, 0.0]), min_size=3, max_size=3), min_size=1
+    )
+)
 def test_ranks_are_those_that_vllm_counts(rows: list[list[float]]) -> None:
     x = torch.tensor(rows)
     values = x[:, :1].contiguous()
@@ -58,5 +62,7 @@ assert "vllm" in sys.modules and "torch._inductor.lowering" not in sys.modules
 import torch._inductor.lowering
 assert torch._inductor.lowering.FALLBACK_ALLOW_LIST is not None
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,6 @@
-"""vLLM has what Lockstep patches, reads and relies on: the installed release, and releases that cannot be installed here."""
+"""vLLM has what Lockstep patches, reads and relies on: the installed release, and releases that cannot be installed
+here.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ OTHERS = sorted(path.stem.removeprefix("vllm_facts_") for path in (ROOT / "tests
 # What differs in another release from the installed one, by the fact's text, with what it means for Lockstep.
 KNOWN_DIFFERENCES: dict[str, dict[str, str]] = {
     "0.33.0": {
-        "vllm.v1.worker.gpu.sample.sampler: Sampler._sample_random(processed_logits, expanded_idx_mapping, idx_mapping_np, "
+        "vllm.v1.worker.gpu.sample.sampler: Sampler._sample_random(processed_logits, expanded_idx_mapping, "
+        "idx_mapping_np, "
         "pos)": "one more argument after those that a fault of the self-test reads; it passes all on",
         "vllm.entrypoints.launchers.cli_args: make_arg_parser": "breaks: `lockstep serve`. The function is in "
         "vllm.entrypoints.common.cli_args now",
@@ -57,7 +60,9 @@ def test_another_release_has_the_same_or_its_difference_is_named(version: str) -
 
 
 def test_every_import_from_vllm_stands_in_the_table() -> None:
-    known = {(fact.module, fact.line.partition("(")[0].partition("@")[0].partition(".")[0]) for fact in facts()}
+    known = {
+        (fact.module, fact.line.partition("(")[0].partition("@")[0].partition(".")[0]) for fact in facts()
+    }
     known |= {(fact.module.rpartition(".")[0], fact.module.rpartition(".")[2]) for fact in facts()}
     missing = []
     for file in (ROOT / "src").rglob("*.py"):
@@ -73,7 +78,13 @@ def test_every_import_from_vllm_stands_in_the_table() -> None:
 
 
 # What vLLM documents for programs that use it. Everything else may change with a release.
-DOCUMENTED = {"vllm", "vllm.config", "vllm.distributed.weight_transfer.base", "vllm.lora.request", "vllm.outputs"}
+DOCUMENTED = {
+    "vllm",
+    "vllm.config",
+    "vllm.distributed.weight_transfer.base",
+    "vllm.lora.request",
+    "vllm.outputs",
+}
 
 
 def test_one_room_imports_vllm_and_only_its_port_what_depends_on_the_release() -> None:

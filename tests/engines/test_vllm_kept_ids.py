@@ -24,9 +24,13 @@ from lockstep.weights.push import push_weights
 
 @draws(40)
 @given(
-    rows=st.lists(st.tuples(st.sets(st.integers(0, 9), min_size=1), st.sampled_from([0, 1, 3, 10])), min_size=1),
+    rows=st.lists(
+        st.tuples(st.sets(st.integers(0, 9), min_size=1), st.sampled_from([0, 1, 3, 10])), min_size=1
+    ),
 )
-def test_a_row_has_its_finite_ids_if_it_has_a_limit_and_does_not_exceed_it(rows: list[tuple[set[int], int]]) -> None:
+def test_a_row_has_its_finite_ids_if_it_has_a_limit_and_does_not_exceed_it(
+    rows: list[tuple[set[int], int]],
+) -> None:
     logprobs = torch.full((len(rows), 10), -torch.inf)
     for row, (kept, _) in zip(logprobs, rows, strict=True):
         row[sorted(kept)] = -1.0
@@ -64,7 +68,9 @@ def asked(sampling: Sampling) -> list[GenerationRequest]:
 class TestInProcess:
     pytestmark = VLLM
 
-    def test_a_preempted_request_keeps_its_sets(self, crowded: VLLMInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_preempted_request_keeps_its_sets(
+        self, crowded: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         scheduler = crowded.llm.llm_engine.engine_core.engine_core.scheduler
         preempted, real = [], scheduler._preempt_request
 
@@ -100,7 +106,10 @@ class TestInProcess:
 
 
 def same(one: Completion, other: Completion) -> bool:
-    """Whether two completions of a request agree. In another batch, an id at the limit of a filter may be kept or not."""
+    """Whether two completions of a request agree.
+
+    In another batch, an id at the limit of a filter may be kept or not.
+    """
     assert one.kept_ids is not None
     assert other.kept_ids is not None
     moved = int((one.kept_ids.sizes != other.kept_ids.sizes).sum())

@@ -22,7 +22,9 @@ ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8}
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.sampled_from([16, 48, 576]))
 
 
-def inputs(seed: int, size: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(
+    seed: int, size: tuple[int, ...], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     made = torch.Generator().manual_seed(seed)
     x, residual = ((torch.randn(size, generator=made) * 4).to(dtype) for _ in range(2))
     return x, residual, (1 + 0.1 * torch.randn(size[-1], generator=made)).to(dtype)
@@ -37,7 +39,10 @@ def defined(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, roundings: int = 1) -> bool:
     """Whether the numbers differ by this number of roundings to the dtype, and by float32's arithmetic."""
     return bool(
-        ((found.double() - wanted).abs() <= wanted.abs() * (1.01 * roundings * ROUNDING[dtype] + 1e-6) + 1e-7).all()
+        (
+            (found.double() - wanted).abs()
+            <= wanted.abs() * (1.01 * roundings * ROUNDING[dtype] + 1e-6) + 1e-7
+        ).all()
     )
 
 
@@ -63,7 +68,9 @@ def test_a_norm_is_the_defined_one_and_leaves_its_input(
 
 @draws(25)
 @given(st.integers(0, 2**31), SIZES, st.sampled_from(list(ROUNDING)))
-def test_a_norm_of_a_sum_also_returns_the_sum(seed: int, size: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_a_norm_of_a_sum_also_returns_the_sum(
+    seed: int, size: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     from vllm import ir
 
     x, residual, weight = inputs(seed, size, dtype)

@@ -19,7 +19,13 @@ from lockstep.engines.servers.messages import generation_body
 from lockstep.engines.vllm import in_process as vllm_inprocess
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.port.patches import find_files_by_name
-from lockstep.engines.vllm.port.requests import check_sent, completion, fields_of, sampling_fields, sampling_params
+from lockstep.engines.vllm.port.requests import (
+    check_sent,
+    completion,
+    fields_of,
+    sampling_fields,
+    sampling_params,
+)
 from lockstep.errors import ProofError
 from lockstep.learn.memory import Room, RunModels, memory_of_run
 from lockstep.weights.push import push_weights
@@ -30,7 +36,10 @@ from lockstep.weights.push import push_weights
 def test_in_one_call_vllm_computes_a_prompt_once_and_a_shared_prefix_once(
     tied_vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM counts cached tokens in whole blocks. All requests enter in one step, and each finds the blocks of earlier ones."""
+    """vLLM counts cached tokens in whole blocks.
+
+    All requests enter in one step, and each finds the blocks of earlier ones.
+    """
     push_weights(make_model("llama", tied=True), tied_vllm, 1)
     beginning = tuple(range(10, 80))
     requests = [
@@ -74,7 +83,9 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 def asked(seed: int = 1, **sampling: Any) -> GenerationRequest:
-    return GenerationRequest(RequestKey("a", 0), [3, 4], Sampling(**{"max_tokens": 4, **PLAIN, **sampling}), seed)
+    return GenerationRequest(
+        RequestKey("a", 0), [3, 4], Sampling(**{"max_tokens": 4, **PLAIN, **sampling}), seed
+    )
 
 
 @pytest.mark.vllm
@@ -85,7 +96,9 @@ def test_what_goes_to_vllm_has_the_settings_of_the_request(form: str, name: str)
     def sent(request: GenerationRequest) -> dict[str, Any]:
         if form == "in process":
             return fields_of(sampling_params(request))
-        return json.loads(json.dumps(generation_body(request, "a")), object_hook=_ids_as_numbers)["sampling_params"]
+        return json.loads(json.dumps(generation_body(request, "a")), object_hook=_ids_as_numbers)[
+            "sampling_params"
+        ]
 
     whole, other = asked(**ASKED[name]), asked(seed=2 if name == "seed" else 1)
     check_sent(whole, sent(whole))
@@ -140,13 +153,19 @@ def test_weights_and_cache_have_the_bytes_that_are_counted_before_a_run_loads_it
 def _weight_bytes(model: torch.nn.Module) -> int:
     """Bytes of vLLM's parameters. On a CPU, its kernels hold the weights of products, and the parameters are empty."""
     packed = [m for m in model.modules() if hasattr(m, "input_size_per_partition") and not m.weight.numel()]
-    products = sum(m.input_size_per_partition * m.output_size_per_partition * m.weight.itemsize for m in packed)
+    products = sum(
+        m.input_size_per_partition * m.output_size_per_partition * m.weight.itemsize for m in packed
+    )
     return products + sum(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize(("used", "current"), [(None, "2.1"), ("1.1", "2.1"), ("1.1", None)])
-def test_an_answer_of_another_adapter_than_the_current_one_is_refused(used: str | None, current: str | None) -> None:
-    sample = SimpleNamespace(token_ids=[], logprobs=[], finish_reason="stop", weight_versions=(), sampling_mask=None)
+def test_an_answer_of_another_adapter_than_the_current_one_is_refused(
+    used: str | None, current: str | None
+) -> None:
+    sample = SimpleNamespace(
+        token_ids=[], logprobs=[], finish_reason="stop", weight_versions=(), sampling_mask=None
+    )
     adapter = None if used is None else SimpleNamespace(lora_name=used)
     output: Any = SimpleNamespace(outputs=[sample], prompt_token_ids=[1], lora_request=adapter)
     with pytest.raises(

@@ -74,14 +74,20 @@ def test_workers_get_settings_of_their_own_and_the_trainer_keeps_its_environment
 
 @pytest.mark.vllm
 @needs_vllm
-@pytest.mark.parametrize(("context", "times"), [("ours", 1), pytest.param("none", 2, marks=pytest.mark.release)])
+@pytest.mark.parametrize(
+    ("context", "times"), [("ours", 1), pytest.param("none", 2, marks=pytest.mark.release)]
+)
 @pytest.mark.release
 def test_a_script_without_a_guard_is_not_run_again_by_the_processes_of_the_engine(
     context: str, times: int, tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py"), context], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(tmp_path / "script.py"), context],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.stdout.count("trains") == times
     assert ("child" in done.stdout) is (context == "ours"), done.stderr
@@ -114,7 +120,9 @@ def test_vllm_destroys_only_a_process_group_of_its_own(monkeypatch: pytest.Monke
 
     destroyed: list[str] = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda *group: destroyed.append("trainer's"))
+    monkeypatch.setattr(
+        torch.distributed, "destroy_process_group", lambda *group: destroyed.append("trainer's")
+    )
     monkeypatch.setattr(parallel_state, "_WORLD", None)
     # Restored after the test.
     monkeypatch.setattr(
@@ -163,7 +171,9 @@ def test_the_number_of_workers_and_what_is_refused(monkeypatch: pytest.MonkeyPat
     assert number_of_workers({}) == 1
     assert number_of_workers({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}) == 4
     assert number_of_workers({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}) == 2
-    with pytest.raises(InputError, match=r"'external_launcher'.*leave it out\. One trainer process owns the engine"):
+    with pytest.raises(
+        InputError, match=r"'external_launcher'.*leave it out\. One trainer process owns the engine"
+    ):
         number_of_workers({"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -207,7 +217,13 @@ def test_a_split_engine_is_vllm_in_this_process(
 
 def test_trls_parameter_of_the_same_meaning() -> None:
     given = {"mode": "colocate", "tensor_parallel_size": 2, "enable_sleep_mode": False, "model_impl": "auto"}
-    given |= {"trust_remote_code": False, "logprobs": 0, "engine_dtype": "auto", "engine_kwargs": None, "engine": None}
+    given |= {
+        "trust_remote_code": False,
+        "logprobs": 0,
+        "engine_dtype": "auto",
+        "engine_kwargs": None,
+        "engine": None,
+    }
     check_parameters(given)
     with pytest.raises(InputError, match="tensor_parallel_size=0"):
         check_parameters({**given, "tensor_parallel_size": 0})
@@ -240,12 +256,18 @@ def test_triton_rounds_no_float32_of_an_engine_in_this_process(
     assert os.environ.get("TRITON_F32_DEFAULT") == ("ieee" if exact else None)
 
 
-def test_an_environment_in_which_vllm_would_not_find_the_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_in_which_vllm_would_not_find_the_plugin_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     declared = project["entry-points"]["vllm.general_plugins"]["lockstep"]
     found: list[EntryPoint] = []
     monkeypatch.setattr(start, "entry_points", lambda **_: found)
-    for other in ("lockstep.nowhere:register", "lockstep.engines.vllm.plugin:other", "lockstep.threads:CallLoop"):
+    for other in (
+        "lockstep.nowhere:register",
+        "lockstep.engines.vllm.plugin:other",
+        "lockstep.threads:CallLoop",
+    ):
         with pytest.raises(InputError, match=r"install Lockstep again \(pip install"):
             start.check_plugin()
         found[:] = [EntryPoint("lockstep", other, "vllm.general_plugins")]

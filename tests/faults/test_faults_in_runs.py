@@ -1,4 +1,6 @@
-"""Faults that begin in the middle of a run, which uses its generations in several steps, or some steps after they were sampled."""
+"""Faults that begin in the middle of a run, which uses its generations in several steps, or some steps after they
+were sampled.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def test_a_fault_that_raises_in_a_run_is_a_row_and_leaves_nothing_behind(
     )
     errors = {name: v.error for name, v in found.items() if v.error}
     assert errors.keys() == {"load", "answers"}
-    pushed = "raised LockstepError: the weights could not be pushed into the engine: ConnectionError: half-way"
+    pushed = (
+        "raised LockstepError: the weights could not be pushed into the engine: ConnectionError: half-way"
+    )
     assert errors["load"].startswith(pushed)
     assert errors["answers"] == "raised ConnectionError: half-way"
     assert found["W4"].caught_by == "manifest"
@@ -98,7 +102,10 @@ def test_what_stops_a_run_before_the_fault_begins_has_not_caught_it(
     with stage_on(untied_dir, tmp_path, use_vllm=False, bf16=False, **way.changes) as stage:
         monkeypatch.setattr(stage.trainer.proofs, "check_draws", alarms)
         control, verdict = run_in_runs(
-            lambda changes: nullcontext(stage), way, lambda name: None, [f for f in faults_of_runs() if f.id == "W4"]
+            lambda changes: nullcontext(stage),
+            way,
+            lambda name: None,
+            [f for f in faults_of_runs() if f.id == "W4"],
         )
     assert (control.caught_by, control.error) == ("", "not injected: draws: found")
     assert (verdict.caught_by, verdict.error) == ("", "not injected: draws: found")
@@ -113,7 +120,9 @@ ENGINES = [
 
 @pytest.mark.release
 @pytest.mark.parametrize(("engine", "bf16"), ENGINES, ids=["transformers", "vllm", "vllm-bf16"])
-def test_every_fault_of_a_run_is_caught(engine: str, bf16: bool, way: Way, tied_dir: str, tmp_path: Path) -> None:
+def test_every_fault_of_a_run_is_caught(
+    engine: str, bf16: bool, way: Way, tied_dir: str, tmp_path: Path
+) -> None:
     def open_with(changes: Mapping[str, int | float]) -> AbstractContextManager[Stage]:
         return stage_on(tied_dir, tmp_path, use_vllm=engine == "vllm", bf16=bf16, **changes)
 
@@ -151,7 +160,9 @@ def test_in_bf16_a_run_goes_on_until_older_completions_show(untied_dir: str, tmp
         return stage_on(untied_dir, tmp_path, use_vllm=False, bf16=True, **changes)
 
     ahead = WAYS[-1]
-    control, verdict = run_in_runs(open_with, ahead, lambda name: None, [f for f in faults_of_runs() if f.id == "L5"])
+    control, verdict = run_in_runs(
+        open_with, ahead, lambda name: None, [f for f in faults_of_runs() if f.id == "L5"]
+    )
     assert not control.caught_by, control.message
     assert len(rates) > 1
     assert control.moved > 12 * 0.15

@@ -31,11 +31,17 @@ from lockstep.tokens.chat import fit_vocabulary
 from lockstep.watch.custody import Record
 from lockstep.weights.push import push_weights
 
-KNOWN = [f"{letter}{i}" for letter, count in zip("TLWPA", (6, 5, 8, 6, 6), strict=True) for i in range(1, count + 1)]
+KNOWN = [
+    f"{letter}{i}"
+    for letter, count in zip("TLWPA", (6, 5, 8, 6, 6), strict=True)
+    for i in range(1, count + 1)
+]
 
 
 def test_every_known_fault_is_injected_or_shown_to_be_impossible() -> None:
-    here = {name.split("_")[1].upper() for name in globals() if name.startswith("test_") and name[6].isdigit()}
+    here = {
+        name.split("_")[1].upper() for name in globals() if name.startswith("test_") and name[6].isdigit()
+    }
     assert set(KNOWN) - set(CAUGHT_BY) <= here
     assert here <= set(KNOWN)
 
@@ -48,7 +54,9 @@ def test_every_known_fault_is_injected_or_shown_to_be_impossible() -> None:
         {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]},
     ],
 )
-def test_t3_images_are_refused_and_so_never_expanded_twice(untied_dir: str, tmp_path: Path, row: dict) -> None:
+def test_t3_images_are_refused_and_so_never_expanded_twice(
+    untied_dir: str, tmp_path: Path, row: dict
+) -> None:
     data = datasets.Dataset.from_list([row] * 3)
     with pytest.raises(InputError, match="image"):
         GRPOTrainer(untied_dir, lambda completions, **_: [0.0] * len(completions), config(tmp_path), data)
@@ -83,7 +91,9 @@ def test_t6_an_embedding_resized_on_one_side_fails_the_handshake(untied_dir: str
     engine = start("transformers", untied_dir)
     data = datasets.Dataset.from_dict({"prompt": ["a", "b", "c"]})
     with pytest.raises(ProofError, match="vocab_size is 384 in the engine, training assumes 400"):
-        GRPOTrainer(model, lambda completions, **_: [0.0] * len(completions), config(tmp_path), data, engine=engine)
+        GRPOTrainer(
+            model, lambda completions, **_: [0.0] * len(completions), config(tmp_path), data, engine=engine
+        )
 
 
 def test_l4_answers_in_any_order_give_the_same_groups(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +160,16 @@ def test_w8_an_engine_that_was_started_again_serves_nothing(name: str, untied_di
     prompt = Prompt("p", (5, 6), "")
     try:
         with pytest.raises(ProofError, match="the engine holds version None, the trainer last pushed 3"):
-            collect([prompt], engine, make_tokenizer(), Sampling(2), Record, num_generations=1, run_seed=0, version=3)
+            collect(
+                [prompt],
+                engine,
+                make_tokenizer(),
+                Sampling(2),
+                Record,
+                num_generations=1,
+                run_seed=0,
+                version=3,
+            )
         with pytest.raises(ProofError, match="no committed weights"):
             engine.generate([GenerationRequest(RequestKey("p", 0), prompt.ids, Sampling(2), 1)])
     finally:
@@ -174,7 +193,9 @@ def test_p5_an_engine_of_another_dtype_fails_the_handshake(untied_dir: str, tmp_
     engine = VLLMInProcess(untied_dir, dtype=torch.bfloat16, max_model_len=CONTEXT)
     try:
         with (
-            pytest.raises(ProofError, match=r"dtype is torch\.bfloat16 in the engine.*head_dtype is torch\.bfloat16"),
+            pytest.raises(
+                ProofError, match=r"dtype is torch\.bfloat16 in the engine.*head_dtype is torch\.bfloat16"
+            ),
             stage_on(untied_dir, tmp_path, engine=engine, bf16=False),
         ):
             pass

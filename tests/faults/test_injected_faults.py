@@ -1,4 +1,6 @@
-"""Every fault that can be injected into the running stack is caught by the proof that docs/internals/proof.md names for it."""
+"""Every fault that can be injected into the running stack is caught by the proof that docs/internals/proof.md names
+for it.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +160,8 @@ CAUGHT_BY = {
 }
 
 
-# Faults of the trainer's own computation. The engine that sampled takes no part in it: CI injects them beside one kind of engine.
+# Faults of the trainer's own computation. The engine that sampled takes no part in it: CI injects them beside one
+# kind of engine.
 OF_THE_TRAINER = {fault.id for fault in (*LOSS_FAULTS, *BACKWARD_FAULTS, *LEARNED_FAULTS, *OPTIMIZER_FAULTS)}
 # Proofs that compare computed numbers. All others compare ids, texts, settings or rewards, which are the same in bf16.
 OF_NUMBERS = {
@@ -177,7 +180,9 @@ IN_BF16 = tuple(fault for fault in FAULTS if CAUGHT_BY[fault.id] & OF_NUMBERS)
 # What rounding in bf16 hides. Beside that, nothing scores the tokens before the only step of a generation.
 HIDDEN = {"W5", "W10", "W11", "small-1", "P5", "S1-heat", "S1-cold", "M3", "M4", "M5"}
 # One fault per proof: the limits of bf16 are those of a proof, not of a fault.
-OF_EACH_PROOF = tuple({"/".join(sorted(CAUGHT_BY[f.id])): f for f in reversed(IN_BF16) if f.id not in HIDDEN}.values())
+OF_EACH_PROOF = tuple(
+    {"/".join(sorted(CAUGHT_BY[f.id])): f for f in reversed(IN_BF16) if f.id not in HIDDEN}.values()
+)
 
 
 @dataclass
@@ -208,7 +213,9 @@ def self_test(stage: Stage) -> SelfTest:
 def test_the_fault_is_caught_by_its_proof(self_test: SelfTest, fault: Fault) -> None:
     verdict = self_test.verdicts.get(fault.id)
     if verdict is None:
-        pytest.skip("a fault of the trainer: injected beside the transformers engine, and before a release beside vLLM")
+        pytest.skip(
+            "a fault of the trainer: injected beside the transformers engine, and before a release beside vLLM"
+        )
     if verdict.skipped:
         pytest.skip(verdict.skipped)
     assert verdict.caught_by in CAUGHT_BY[fault.id], f"{verdict.caught_by}: {verdict.message}"
@@ -227,7 +234,9 @@ def test_an_injection_leaves_nothing_behind(stage: Stage, self_test: SelfTest) -
 
 @pytest.mark.release
 def test_the_faults_of_the_trainer_are_caught_beside_every_engine(stage: Stage) -> None:
-    control, *verdicts = run_self_test(stage, lambda name: None, tuple(f for f in FAULTS if f.id in OF_THE_TRAINER))
+    control, *verdicts = run_self_test(
+        stage, lambda name: None, tuple(f for f in FAULTS if f.id in OF_THE_TRAINER)
+    )
     assert control.caught_by == "", control.message
     others = [v for v in verdicts if not v.skipped and v.caught_by not in CAUGHT_BY[v.id]]
     assert [(v.id, v.caught_by, v.message) for v in others] == []
@@ -336,7 +345,8 @@ def test_a_fault_that_the_engine_never_met_is_not_told_as_a_blind_proof(calls: i
     """Under a CUDA graph, for example, vLLM goes on without a patch."""
     engine = SimpleNamespace(forward=lambda: None)
     stage: Any = SimpleNamespace(
-        trainer=SimpleNamespace(proofs=SimpleNamespace(forget_evidence=lambda: None)), kept_weights=nullcontext
+        trainer=SimpleNamespace(proofs=SimpleNamespace(forget_evidence=lambda: None)),
+        kept_weights=nullcontext,
     )
     fault = Fault("E1b", "a window", lambda _: patch.object(engine, "forward", REACH.of(lambda: None)))
 

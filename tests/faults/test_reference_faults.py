@@ -31,7 +31,9 @@ KL: dict[str, dict[str, Any]] = {
 }
 
 
-def made(method: str, model: str, folder: Path, engine: Engine, bf16: bool, adapter: bool, **fields: Any) -> Any:
+def made(
+    method: str, model: str, folder: Path, engine: Engine, bf16: bool, adapter: bool, **fields: Any
+) -> Any:
     """A trainer with a reference. The engine of the tests computes in fp32; in bf16 a trainer makes one of its own."""
     own = {"bf16": True, "use_vllm": False} if bf16 else {}
     arguments = {"peft_config": lora()} if adapter else {}
@@ -44,7 +46,9 @@ def adapter_left_on(run: Any, patched: pytest.MonkeyPatch) -> None:
 
 
 def one_layer_left_on(run: Any, patched: pytest.MonkeyPatch) -> None:
-    layer = next(module for name, module in run.model.named_modules() if name.endswith("layers.1.mlp.up_proj"))
+    layer = next(
+        module for name, module in run.model.named_modules() if name.endswith("layers.1.mlp.up_proj")
+    )
     patched.setattr(layer, "enable_adapters", lambda enabled: None)
 
 

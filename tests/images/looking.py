@@ -1,4 +1,6 @@
-"""Trainers of the tiny vision-language models, and the faults that the tests of all engines put into runs with pictures."""
+"""Trainers of the tiny vision-language models, and the faults that the tests of all engines put into runs with
+pictures.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def same_grid_rows(*, pictures: int = 1, seed: int = 0) -> list[dict[str, Any]]:
     """Four rows with the same text and pictures of the same size: their ids are equal, only pixels differ."""
     prompt = [{"role": "user", "content": "what is it"}]
-    return [{"prompt": prompt, "images": [picture(seed + 10 * i + j) for j in range(pictures)]} for i in range(4)]
+    return [
+        {"prompt": prompt, "images": [picture(seed + 10 * i + j) for j in range(pictures)]} for i in range(4)
+    ]
 
 
 def look(model: Any, folder: Path, rows: list[dict[str, Any]] | None = None, **given: Any) -> GRPOTrainer:
@@ -49,9 +53,16 @@ def look(model: Any, folder: Path, rows: list[dict[str, Any]] | None = None, **g
     )
     arguments = {name: given.pop(name) for name in names if name in given}
     reward = given.pop("reward_funcs", by_length)
-    base = {"max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 2, "max_completion_length": 8}
+    base = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 8,
+        "num_generations": 2,
+        "max_completion_length": 8,
+    }
     base |= {"bf16": False, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "report_to": []}
-    config = lockstep.GRPOConfig(output_dir=str(folder / "run"), **{**base, "learning_rate": 1e-3, "seed": 3, **given})
+    config = lockstep.GRPOConfig(
+        output_dir=str(folder / "run"), **{**base, "learning_rate": 1e-3, "seed": 3, **given}
+    )
     data = Dataset.from_list(rows if rows is not None else mixed_rows())
     return lockstep.GRPOTrainer(model, reward_funcs=reward, args=config, train_dataset=data, **arguments)
 
@@ -65,11 +76,15 @@ def adapter(family: str, where: str) -> peft.LoraConfig:
 
 def tower_of(family: str, name: str) -> bool:
     """Whether a parameter belongs to the vision tower or its projector."""
-    return any(f".{part}." in name for part in (["visual"] if "qwen" in family else ["vision_model", "connector"]))
+    return any(
+        f".{part}." in name for part in (["visual"] if "qwen" in family else ["vision_model", "connector"])
+    )
 
 
 def gaps(trainer: OnlineTrainer) -> list[float]:
-    return [entry["parity/max_abs_gap"] for entry in trainer.state.log_history if "parity/max_abs_gap" in entry]
+    return [
+        entry["parity/max_abs_gap"] for entry in trainer.state.log_history if "parity/max_abs_gap" in entry
+    ]
 
 
 def learn_two_steps(trainer: OnlineTrainer) -> None:
@@ -104,8 +119,12 @@ def resized_rows(seed: int = 0) -> list[dict[str, Any]]:
     return [{"prompt": prompt, "image": picture(seed + i, 29, 19)} for i in range(4)]
 
 
-def another_resize(folder: str, rows: list[dict[str, Any]]) -> Callable[[PromptPictures | None], PromptPictures | None]:
-    """Gives the pictures of `rows` as another resize makes them, of the same size and under the digests of the true ones."""
+def another_resize(
+    folder: str, rows: list[dict[str, Any]]
+) -> Callable[[PromptPictures | None], PromptPictures | None]:
+    """Gives the pictures of `rows` as another resize makes them, of the same size and under the digests of the true
+    ones.
+    """
     family = AutoConfig.from_pretrained(folder).model_type
     true, other = (ImagePrompts(make_seeing(family), make_seeing_tokenizer(family), folder) for _ in range(2))
     other.processor.resample = Image.Resampling.NEAREST
@@ -118,7 +137,9 @@ def another_resize(folder: str, rows: list[dict[str, Any]]) -> Callable[[PromptP
                 known[one.digest] = two
 
     def changed(shown: PromptPictures | None) -> PromptPictures | None:
-        return None if shown is None else replace(shown, pictures=tuple(known[p.digest] for p in shown.pictures))
+        return (
+            None if shown is None else replace(shown, pictures=tuple(known[p.digest] for p in shown.pictures))
+        )
 
     return changed
 

@@ -41,7 +41,12 @@ def learned(rows: Callable[[], list[dict[str, Any]]], completions: int) -> Calla
         from looking import look
 
         size = completions if sys.argv[1] == ALONE else completions // 2
-        fields = {"per_device_train_batch_size": size, "shuffle_dataset": False, "beta": 0.05, "max_grad_norm": 0.0}
+        fields = {
+            "per_device_train_batch_size": size,
+            "shuffle_dataset": False,
+            "beta": 0.05,
+            "max_grad_norm": 0.0,
+        }
         # AdamW would make full-size steps from gradients that are almost zero, and so from their rounding.
         run = look(model, folder, rows(), optim="sgd", **{**fields, "learning_rate": 0.05}, **on_server())
         run.train()
@@ -116,7 +121,9 @@ def tower_fails(rank: int, model: str, folder: Path) -> Any:
     """The vision tower of rank 1 fails in its forward, for example because its memory is used up."""
     from looking import look
 
-    run = look(model, folder, on_one_rank(), per_device_train_batch_size=4, shuffle_dataset=False, **on_server())
+    run = look(
+        model, folder, on_one_rank(), per_device_train_batch_size=4, shuffle_dataset=False, **on_server()
+    )
     if rank == 1:
 
         def full(*given: Any) -> Any:

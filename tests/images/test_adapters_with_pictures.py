@@ -1,4 +1,6 @@
-"""Adapters and frozen towers with pictures, on the transformers engine: proven steps, and the gradients of plain rows."""
+"""Adapters and frozen towers with pictures, on the transformers engine: proven steps, and the gradients of plain
+rows.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def test_what_leaves_nothing_to_freeze_or_to_train_is_refused(
     text = Dataset.from_dict({"prompt": ["what is"] * 4}).to_list()
     with pytest.raises(InputError, match="no vision tower"):
         look(untied_dir, tmp_path, text, use_vllm=False, freeze_vision_tower=True)
-    in_tower = peft.LoraConfig(target_modules=r".*(visual|vision_model)\..*(qkv|q_proj)", task_type="CAUSAL_LM")
+    in_tower = peft.LoraConfig(
+        target_modules=r".*(visual|vision_model)\..*(qkv|q_proj)", task_type="CAUSAL_LM"
+    )
     with pytest.raises(InputError, match="leaves nothing to train"):
         look(folder, tmp_path, use_vllm=False, freeze_vision_tower=True, peft_config=in_tower)
 
@@ -116,7 +120,9 @@ def test_packs_give_an_adapter_the_gradients_of_plain_rows(kind: str, tmp_path: 
     sequences = sequences_of(ImagePrompts(make_seeing(kind), make_seeing_tokenizer(kind), folder))
     (pack,) = pack_sequences(sequences, 4096)
     weights = {s.name: torch.linspace(-1.0, 1.0, s.length) for s in sequences}
-    sum((weights[name] * logps).sum() for name, logps in scored(packed.get_base_model(), pack).items()).backward()
+    sum(
+        (weights[name] * logps).sum() for name, logps in scored(packed.get_base_model(), pack).items()
+    ).backward()
     for sequence in sequences:
         (weights[sequence.name] * plain_logps(plain.get_base_model(), sequence)).sum().backward()
     theirs = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
@@ -125,14 +131,20 @@ def test_packs_give_an_adapter_the_gradients_of_plain_rows(kind: str, tmp_path: 
     for name, parameter in packed.named_parameters():
         if parameter.requires_grad:
             due = theirs[name]
-            assert float((parameter.grad - due).abs().max()) < 1e-4 * float(due.abs().max()) + 1e-6 * largest, name
+            assert (
+                float((parameter.grad - due).abs().max()) < 1e-4 * float(due.abs().max()) + 1e-6 * largest
+            ), name
 
 
 @pytest.mark.long
-def test_gradient_checkpointing_gives_an_adapter_the_same_step(family: str, folder: str, tmp_path: Path) -> None:
+def test_gradient_checkpointing_gives_an_adapter_the_same_step(
+    family: str, folder: str, tmp_path: Path
+) -> None:
     def step(on: bool) -> dict[str, torch.Tensor]:
         given = {"gradient_checkpointing": on, "max_steps": 1, "optim": "sgd", "learning_rate": 0.5}
-        trainer = look(folder, tmp_path / str(on), use_vllm=False, peft_config=adapter(family, "all"), **given)
+        trainer = look(
+            folder, tmp_path / str(on), use_vllm=False, peft_config=adapter(family, "all"), **given
+        )
         trainer.train()
         return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
 
@@ -143,7 +155,9 @@ def test_gradient_checkpointing_gives_an_adapter_the_same_step(family: str, fold
 
 
 @pytest.mark.long
-def test_base_weights_in_4_bits_are_proven_with_pictures_too(family: str, folder: str, tmp_path: Path) -> None:
+def test_base_weights_in_4_bits_are_proven_with_pictures_too(
+    family: str, folder: str, tmp_path: Path
+) -> None:
     pytest.importorskip("bitsandbytes")
     quantised = BitsAndBytesConfig(load_in_4bit=True)
     _, moved = train(folder, tmp_path, peft_config=adapter(family, "all"), quantization_config=quantised)

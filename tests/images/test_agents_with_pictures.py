@@ -29,11 +29,15 @@ def part(seed: int, **fields: Any) -> dict[str, Any]:
 
 
 def ask(url: str, messages: list[Any]) -> dict[str, Any]:
-    found = CLIENT.with_options(base_url=url).chat.completions.create(model="any", messages=messages, max_tokens=4)
+    found = CLIENT.with_options(base_url=url).chat.completions.create(
+        model="any", messages=messages, max_tokens=4
+    )
     return found.choices[0].message.to_dict()
 
 
-def run(agent: Callable[..., Any], folder: str, tmp_path: Path, rows: Any = None, **fields: Any) -> GRPOTrainer:
+def run(
+    agent: Callable[..., Any], folder: str, tmp_path: Path, rows: Any = None, **fields: Any
+) -> GRPOTrainer:
     """A finished run of one step whose rollouts this agent made."""
     base = {"use_vllm": False, "max_steps": 1, "max_completion_length": 96, "rehearse_rewards": False}
     trainer = look(folder, tmp_path, rows, agent=agent, **{**base, "reward_funcs": None, **fields})
@@ -49,7 +53,10 @@ def rollouts_of(trainer: GRPOTrainer) -> list[Any]:
 def test_an_unchanged_script_shows_the_rows_pictures_and_its_own_and_every_turn_is_proven(
     folder: str, tmp_path: Path
 ) -> None:
-    """The second turn extends the first. The third call has the ids of the second and another picture: it is a branch."""
+    """The second turn extends the first.
+
+    The third call has the ids of the second and another picture: it is a branch.
+    """
     seen: list[Any] = []
 
     def agent(base_url: str, api_key: str, row: Any) -> float:
@@ -60,7 +67,12 @@ def test_an_unchanged_script_shows_the_rows_pictures_and_its_own_and_every_turn_
         response = CLIENT.with_options(base_url=base_url).responses.create(
             model="any",
             max_output_tokens=4,
-            input=[{"role": "user", "content": [{"type": "input_image", "image_url": part(52)["image_url"]["url"]}]}],
+            input=[
+                {
+                    "role": "user",
+                    "content": [{"type": "input_image", "image_url": part(52)["image_url"]["url"]}],
+                }
+            ],
         )
         return float(len(answer["content"] or "") + len(response.output_text) % 5)
 
@@ -76,7 +88,9 @@ def test_an_unchanged_script_shows_the_rows_pictures_and_its_own_and_every_turn_
         assert rollout.failed is None
         assert rollout.notes["agent"]["answered"] == 4
         first, second, third = rollout.branches
-        own = len(getattr(trainer.loop.prompts[int(rollout.key.prompt_id.split("/")[1])].pictures, "pictures", ()))
+        own = len(
+            getattr(trainer.loop.prompts[int(rollout.key.prompt_id.split("/")[1])].pictures, "pictures", ())
+        )
         assert [len(b.pictures.pictures) for b in (first, second, third)] == [own + 1, own + 1, 1]
         assert first.pictures.digests[:-1] == second.pictures.digests[:-1]
         assert first.pictures.digests[-1] != second.pictures.digests[-1]
@@ -84,13 +98,18 @@ def test_an_unchanged_script_shows_the_rows_pictures_and_its_own_and_every_turn_
         for branch in (first, second, third):
             ids = np.concatenate([branch.prompt_ids, branch.token_ids])
             assert (ids == branch.pictures.placeholder).sum() == len(branch.pictures.places)
-    shown = {p["image"].tobytes() for prompt, _ in seen for p in prompt[-1]["content"] if p["type"] == "image"}
+    shown = {
+        p["image"].tobytes() for prompt, _ in seen for p in prompt[-1]["content"] if p["type"] == "image"
+    }
     assert shown == {picture(52, 16, 16).tobytes()}
     assert given
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a file of this machine": ({"type": "image_url", "image_url": {"url": "/etc/hostname"}}, "without a data: URL"),
+    "a file of this machine": (
+        {"type": "image_url", "image_url": {"url": "/etc/hostname"}},
+        "without a data: URL",
+    ),
     "a URL": (
         {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png?key=secret"}},
         "http://127.0.0.1:1/a.png is not fetched: image_urls allows no URLs",
@@ -145,7 +164,12 @@ def test_a_model_of_text_answers_a_picture_with_an_error(untied_dir: str, tmp_pa
         said.append(error.value.message)
         return 0.0
 
-    run(agent, untied_dir, tmp_path, [{"prompt": [{"role": "user", "content": f"hello {i}"}]} for i in range(4)])
+    run(
+        agent,
+        untied_dir,
+        tmp_path,
+        [{"prompt": [{"role": "user", "content": f"hello {i}"}]} for i in range(4)],
+    )
     assert len(said) == 8
     assert all("this run shows no images to the model; send text" in text for text in said)
 
@@ -167,7 +191,9 @@ def test_a_command_gets_its_row_as_json(tmp_path: Path) -> None:
     rows = {prompt.prompt_id: prompt.pictures for prompt in trainer.loop.prompts}
     for rollout in rollouts_of(trainer):
         (branch,) = rollout.branches
-        assert getattr(branch.pictures, "digests", None) == getattr(rows[rollout.key.prompt_id], "digests", None)
+        assert getattr(branch.pictures, "digests", None) == getattr(
+            rows[rollout.key.prompt_id], "digests", None
+        )
 
 
 def test_the_rows_ids_with_another_picture_are_another_branch(tmp_path: Path) -> None:

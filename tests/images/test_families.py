@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from looking import another_resize, broken, gaps, leave_pixels_out, look, other_pixels, resized_rows, same_grid_rows
+from looking import (
+    another_resize,
+    broken,
+    gaps,
+    leave_pixels_out,
+    look,
+    other_pixels,
+    resized_rows,
+    same_grid_rows,
+)
 from PIL import Image
 from portions import portion
 from seeing import TILE, make_seeing, make_seeing_tokenizer, picture, save_seeing
@@ -32,7 +41,9 @@ LIMIT = 1e-3
 FAMILIES = ["qwen2_vl", "qwen3_vl", "smolvlm", "idefics3"]
 
 
-@pytest.fixture(scope="module", params=portion(FAMILIES, lambda family: family not in ("idefics3", "qwen2_vl")))
+@pytest.fixture(
+    scope="module", params=portion(FAMILIES, lambda family: family not in ("idefics3", "qwen2_vl"))
+)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -48,7 +59,9 @@ def train(folder: str, tmp_path: Path, *rows: Any, **given: Any) -> GRPOTrainer:
     return trainer
 
 
-def test_two_steps_on_mixed_rows_are_proven_and_the_tower_learns(family: str, folder: str, tmp_path: Path) -> None:
+def test_two_steps_on_mixed_rows_are_proven_and_the_tower_learns(
+    family: str, folder: str, tmp_path: Path
+) -> None:
     before = dict(make_seeing(family).named_parameters())
     trainer = train(folder, tmp_path, beta=0.1)
     assert len(gaps(trainer)) == 2
@@ -115,7 +128,9 @@ def test_a_processor_that_a_script_gives_is_used_with_its_tokenizer_as_it_was(tm
     assert max(gaps(trainer)) < LIMIT
     assert (images.size["longest_edge"], tokenizer.chat_template) == (2 * TILE, None)
     without = Dataset.from_list([{"prompt": "x"}])
-    with pytest.raises(InputError, match=r"processing_class is a Idefics3ImageProcessor.*a processor with a tokenizer"):
+    with pytest.raises(
+        InputError, match=r"processing_class is a Idefics3ImageProcessor.*a processor with a tokenizer"
+    ):
         GRPOTrainer(folder, [], None, without, processing_class=images)
 
 
@@ -160,7 +175,9 @@ def test_the_ids_of_tiles_are_those_of_smolvlms_own_text(
     (own,) = shown.pictures
     _, rows, columns = own.grid.tolist()
     assert (rows, columns) == ((size[1] // 16, size[0] // 16) if splits else (0, 0))
-    written = get_image_prompt_string(rows, columns, 4, "<fake_token_around_image>", "<image>", "<global-img>")
+    written = get_image_prompt_string(
+        rows, columns, 4, "<fake_token_around_image>", "<image>", "<global-img>"
+    )
     due = tokenizer(f"<|user|>a{written}\nb<|end|><|assistant|>", add_special_tokens=False)["input_ids"]
     assert ids.tolist() == due
     assert len(own.pixel_values) == rows * columns + 1

@@ -1,7 +1,7 @@
 """Each family on a real vLLM server: two proven steps in fp32 and in bf16, and faults on the way and in the server.
 
-CI has Qwen3-VL, whose layout asks most of a server. `test_families_on_vllm.py` has bf16 and one family per implementation of
-reading pictures. The others, and the server in bf16, are tested before a release.
+CI has Qwen3-VL, whose layout asks most of a server. `test_families_on_vllm.py` has bf16 and one family per
+implementation of reading pictures. The others, and the server in bf16, are tested before a release.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def test_results_with_pictures_are_proven_turn_by_turn(
 
 def test_equal_tiles_of_one_picture_are_proven_too(folder: str, tmp_path: Path, engine: VLLMServer) -> None:
     """All tiles of an even picture have one digest, so that vLLM computes them once."""
-    rows = [{"prompt": [{"role": "user", "content": "what is it"}], "image": image} for image in _even_and_noisy()]
+    rows = [
+        {"prompt": [{"role": "user", "content": "what is it"}], "image": image} for image in _even_and_noisy()
+    ]
     trainer = look(folder, tmp_path, rows, engine=engine)
     trainer.train()
     assert max(gaps(trainer)) < LIMIT
@@ -141,7 +143,9 @@ def test_other_pixels_under_the_digest_of_a_picture_are_found(
     """The workers report the digest of what they encode. Without this proof, the gap finds it."""
     whole = server_pictures.encoded
     monkeypatch.setattr(
-        server_pictures, "encoded", lambda piece: whole(replace(piece, pixel_values=piece.pixel_values.flip(-1)))
+        server_pictures,
+        "encoded",
+        lambda piece: whole(replace(piece, pixel_values=piece.pixel_values.flip(-1))),
     )
     if proof == "gap":
         monkeypatch.setattr(server_requests, "check_encoded", lambda *given: None)
@@ -180,7 +184,9 @@ def test_tiles_in_other_places_than_were_sent_are_found_by_the_echo(
 def test_two_steps_in_bf16_are_proven_with_pictures(folder: str, tmp_path: Path, narrow: VLLMServer) -> None:
     trainer = look(folder, tmp_path, engine=narrow, bf16=True)
     trainer.train()
-    means = [entry["parity/mean_abs_gap"] for entry in trainer.state.log_history if "parity/mean_abs_gap" in entry]
+    means = [
+        entry["parity/mean_abs_gap"] for entry in trainer.state.log_history if "parity/mean_abs_gap" in entry
+    ]
     assert len(means) == 2
     assert max(means) < BF16_LIMIT
 

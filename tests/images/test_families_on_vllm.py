@@ -1,6 +1,8 @@
-"""Each family on real vLLM in this process: two proven steps in fp32 and in bf16, and the faults that only some families have.
+"""Each family on real vLLM in this process: two proven steps in fp32 and in bf16, and the faults that only some
+families have.
 
-CI has one family per implementation in fp32. Adapters, tools and bf16 do not know the family; there CI has Qwen3-VL alone.
+CI has one family per implementation in fp32. Adapters, tools and bf16 do not know the family; there CI has Qwen3-VL
+alone.
 """
 
 from __future__ import annotations
@@ -88,7 +90,11 @@ def test_two_steps_on_mixed_rows_are_proven_and_the_tower_learns(
     assert all(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
     # This sends the weights of the last step.
     groups = trainer.rollouts()
-    assert {len(group.prompt.pictures.pictures) if group.prompt.pictures else 0 for group in groups} == {0, 1, 2}
+    assert {len(group.prompt.pictures.pictures) if group.prompt.pictures else 0 for group in groups} == {
+        0,
+        1,
+        2,
+    }
     probe = ModuleProbe(trainer.model, vllm, torch.float32).measure(1, every=True)
     assert not probe.failed
     assert set(probe.unreached) == UNREACHED[family]
@@ -116,7 +122,9 @@ def test_other_pixels_of_the_same_grid_in_the_engine_are_found_by_the_gap(
     folder: str, tmp_path: Path, vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = in_process.prompt_with_pictures
-    monkeypatch.setattr(in_process, "prompt_with_pictures", lambda ids, shown: whole(ids, other_pixels(shown)))
+    monkeypatch.setattr(
+        in_process, "prompt_with_pictures", lambda ids, shown: whole(ids, other_pixels(shown))
+    )
     with pytest.raises(ProofError) as found:
         look(folder, tmp_path, same_grid_rows(), engine=vllm).train()
     assert found.value.check == "gap"
@@ -143,10 +151,14 @@ def test_vectors_for_deeper_layers_that_the_trainer_leaves_out_are_found_by_the_
 
 
 @ONE_FAMILY
-def test_two_steps_in_bf16_are_proven_with_pictures(folder: str, tmp_path: Path, narrow: VLLMInProcess) -> None:
+def test_two_steps_in_bf16_are_proven_with_pictures(
+    folder: str, tmp_path: Path, narrow: VLLMInProcess
+) -> None:
     trainer = look(folder, tmp_path, engine=narrow, bf16=True)
     trainer.train()
-    means = [entry["parity/mean_abs_gap"] for entry in trainer.state.log_history if "parity/mean_abs_gap" in entry]
+    means = [
+        entry["parity/mean_abs_gap"] for entry in trainer.state.log_history if "parity/mean_abs_gap" in entry
+    ]
     assert len(means) == 2
     assert max(means) < BF16_LIMIT
 

@@ -1,4 +1,5 @@
-"""Which files of pictures are opened, by whatever way they come: a closed list of formats, and sizes that a machine can hold.
+"""Which files of pictures are opened, by whatever way they come: a closed list of formats, and sizes that a machine
+can hold.
 
 The content of a file chooses Pillow's decoder. For EPS the decoder is another program, Ghostscript.
 """
@@ -45,7 +46,10 @@ EPS = file_of(picture(0), "EPS")
 
 def blank(width: int, height: int) -> bytes:
     """A PNG of this size whose pixels are all 0, in a few kilobytes."""
-    kinds = (b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)), (b"IDAT", blank_rows(width, height))
+    kinds = (
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)),
+        (b"IDAT", blank_rows(width, height)),
+    )
     parts = [*kinds, (b"IEND", b"")]
     chunks = [struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
@@ -158,7 +162,9 @@ WAYS: list[Callable[[list[bytes], ImagePrompts], None]] = [
 def test_a_file_whose_decoder_is_another_program_is_refused(
     way: Callable[[list[bytes], ImagePrompts], None], reader: ImagePrompts, decoded: list[str]
 ) -> None:
-    with pytest.raises(InputError, match=r"in one of the formats BMP, GIF|format EPS, which is not read here"):
+    with pytest.raises(
+        InputError, match=r"in one of the formats BMP, GIF|format EPS, which is not read here"
+    ):
         way([EPS], reader)
     assert decoded == []
 
@@ -177,13 +183,17 @@ def test_a_picture_that_is_too_large_is_refused_before_it_is_decoded(
 def test_pictures_that_are_too_large_together_are_refused_before_one_is_decoded(
     way: Callable[[list[bytes], ImagePrompts], None], reader: ImagePrompts, decoded: list[str]
 ) -> None:
-    with pytest.raises(InputError, match="read together have 320000000 pixels or more, and 268435456 are read"):
+    with pytest.raises(
+        InputError, match="read together have 320000000 pixels or more, and 268435456 are read"
+    ):
         way([LARGE] * 5, reader)
     assert decoded == []
 
 
 def test_a_picture_of_a_data_set_that_is_named_by_a_url_is_fetched_by_image_urls_alone() -> None:
-    given = Dataset.from_list([{"prompt": "look", "image": {"bytes": None, "path": "https://a.example/1.png"}}])
+    given = Dataset.from_list(
+        [{"prompt": "look", "image": {"bytes": None, "path": "https://a.example/1.png"}}]
+    )
     row = read_sets(given.cast_column("image", ImageFeature()))[0]
     assert row["image"] == {"bytes": None, "path": "https://a.example/1.png"}
 
@@ -199,7 +209,9 @@ def test_every_format_of_the_list_is_read_as_pillow_reads_it(kind: str, tmp_path
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_other_formats_are_refused_whatever_the_name_says(kind: str, tmp_path: Path, decoded: list[str]) -> None:
+def test_other_formats_are_refused_whatever_the_name_says(
+    kind: str, tmp_path: Path, decoded: list[str]
+) -> None:
     content = file_of(picture(3, 48, 48), kind)
     (tmp_path / "named.png").write_bytes(content)
     for given in (content, tmp_path / "named.png", data_url(content)):
@@ -222,7 +234,9 @@ def test_a_data_set_gives_the_same_images_with_the_decoder_of_ours() -> None:
         file_of(picture(3).convert("RGBA"), "PNG"),
         file_of(picture(4), "MPO", save_all=True, append_images=[picture(5)]),
     ]
-    rows = [{"prompt": str(i), "image": {"bytes": content, "path": None}} for i, content in enumerate(contents)]
+    rows = [
+        {"prompt": str(i), "image": {"bytes": content, "path": None}} for i, content in enumerate(contents)
+    ]
     for feature in (ImageFeature(), ImageFeature(mode="L")):
         given = Dataset.from_list(rows, Features({"prompt": Value("string"), "image": feature}))
         own = with_own_decoder(given)
@@ -260,8 +274,16 @@ def test_a_tile_that_is_larger_than_its_picture_is_refused(decoded: list[str]) -
         (324, 8),
         (325, 8),
     ]
-    table = struct.pack("<H", len(entries)) + b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries)
-    content = b"II*\x00" + struct.pack("<I", 16) + zlib.compress(b"")[:8].ljust(8, b"\0") + table + struct.pack("<I", 0)
+    table = struct.pack("<H", len(entries)) + b"".join(
+        struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries
+    )
+    content = (
+        b"II*\x00"
+        + struct.pack("<I", 16)
+        + zlib.compress(b"")[:8].ljust(8, b"\0")
+        + table
+        + struct.pack("<I", 0)
+    )
     with pytest.raises(InputError, match="60000 × 60000 pixels"):
         in_rgb(content)
     assert decoded == []

@@ -1,4 +1,6 @@
-"""The recipe `recipes/images.yaml`: its task, and a run of it on a tiny model of the same architecture, up to the report."""
+"""The recipe `recipes/images.yaml`: its task, and a run of it on a tiny model of the same architecture, up to the
+report.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,12 @@ def test_the_recipe_runs_on_a_tiny_model_and_its_report_shows_the_pictures(tmp_p
         "num_generations": 2,
         "num_generations_eval": 1,
     }
-    small |= {"per_device_train_batch_size": 8, "max_completion_length": 4, "bf16": "false", "use_vllm": "false"}
+    small |= {
+        "per_device_train_batch_size": 8,
+        "max_completion_length": 4,
+        "bf16": "false",
+        "use_vllm": "false",
+    }
     small |= {"gradient_checkpointing": "false", "model_name_or_path": model, "output_dir": tmp_path / "run"}
     words = [word for name, value in small.items() for word in (f"--{name}", str(value))]
     assert main(["grpo", "--config", str(RECIPE), *words]) == 0
@@ -79,14 +86,22 @@ def test_small_pictures_are_bounded_and_show_the_picture() -> None:
     assert small.size == (96, 48)
     assert np.abs(np.asarray(small, dtype=int) - (254, 0, 0)).max() < 10
     assert len(thumbnails_of_row("<image>", {"images": [tiny] * 50})) == 8
-    messages = [{"role": "tool", "content": [{"type": "text", "text": "x"}, {"type": "image", "image": rows[0]}]}]
+    messages = [
+        {"role": "tool", "content": [{"type": "text", "text": "x"}, {"type": "image", "image": rows[0]}]}
+    ]
     assert len(thumbnails_of_messages([*messages, {"role": "user", "content": "none"}])) == 1
     assert thumbnails_of_row("text", {"answer": "4"}) == []
 
 
 @pytest.mark.parametrize(
     "url",
-    ["https://a.b/c.png", "data:image/svg+xml;base64,AAAA", "data:image/png;base64,AA' onerror='x", "javascript:1", 3],
+    [
+        "https://a.b/c.png",
+        "data:image/svg+xml;base64,AAAA",
+        "data:image/png;base64,AA' onerror='x",
+        "javascript:1",
+        3,
+    ],
 )
 def test_nothing_but_an_inline_picture_gets_into_the_page(url: Any) -> None:
     assert render_pictures({"images": [url]}) == ""

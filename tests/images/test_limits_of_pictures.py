@@ -54,7 +54,9 @@ def test_areas_of_pictures_in_patches_stay_within_the_limits(
 
 
 @pytest.mark.parametrize(("most", "tiles"), [(None, 4), (1024, 4), (1023, 0), (256, 0), (9999, 4)])
-def test_the_tiles_of_a_picture_stay_within_the_limit(most: int | None, tiles: int, folders: dict[str, str]) -> None:
+def test_the_tiles_of_a_picture_stay_within_the_limit(
+    most: int | None, tiles: int, folders: dict[str, str]
+) -> None:
     """Beside them there is the whole picture in one tile. A larger limit than the model's own changes nothing."""
     _, shown = reader(folders, "smolvlm", None, most).read(row(picture(0, 64, 64)))
     assert shown is not None
@@ -103,4 +105,10 @@ def test_a_run_keeps_the_limits_of_its_config(folders: dict[str, str], tmp_path:
     assert max(gaps(trainer)) < 1e-3
     assert {p.pictures.pictures[0].tokens for p in trainer.loop.prompts if p.pictures} == {4}
     with pytest.raises(InputError, match=r"prompt train/1: 2 pictures, and limit_mm_per_prompt allows 1"):
-        look(folders["qwen2_5_vl"], tmp_path, [rows[0], row(picture(0), picture(1))] * 2, use_vllm=False, **limits)
+        look(
+            folders["qwen2_5_vl"],
+            tmp_path,
+            [rows[0], row(picture(0), picture(1))] * 2,
+            use_vllm=False,
+            **limits,
+        )

@@ -1,4 +1,6 @@
-"""Packs with pictures: scores and gradients equal those of one plain row per sequence, computed by the model's own forward."""
+"""Packs with pictures: scores and gradients equal those of one plain row per sequence, computed by the model's own
+forward.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +63,15 @@ def plain_logps(model: PreTrainedModel, sequence: TrainingSequence) -> torch.Ten
 
 def scored(model: PreTrainedModel, pack: Pack) -> dict[str, torch.Tensor]:
     logps = score_pack(model, pack, 1.0, 64).logps
-    return dict(zip([s.name for s in pack.sequences], logps.split([s.length for s in pack.sequences]), strict=True))
+    return dict(
+        zip([s.name for s in pack.sequences], logps.split([s.length for s in pack.sequences]), strict=True)
+    )
 
 
 @pytest.mark.parametrize("shape", ["tree", "rows", "small packs"])
-def test_packs_score_and_learn_like_plain_rows(shape: str, family: str, sequences: list[TrainingSequence]) -> None:
+def test_packs_score_and_learn_like_plain_rows(
+    shape: str, family: str, sequences: list[TrainingSequence]
+) -> None:
     packed, plain = make_seeing(family), make_seeing(family)
     adopt_tree_attention(packed)
     packed.train()
@@ -100,8 +106,9 @@ def check_packs(
 
 @pytest.fixture(scope="module")
 def later(reader: ImagePrompts) -> list[TrainingSequence]:
-    """Sequences with pictures in later turns: after one prompt, two results with the same ids and different pictures; a branch
-    whose prompt has what another sequence has in its completion; and a result after a prompt without pictures."""
+    """Sequences with pictures in later turns: after one prompt, two results with the same ids and different pictures;
+    a branch whose prompt has what another sequence has in its completion; and a result after a prompt without
+    pictures."""
     rng, rows = np.random.default_rng(1), mixed_rows()
     texts = [rng.integers(4, 300, 5) for _ in range(3)]
 
@@ -114,7 +121,9 @@ def later(reader: ImagePrompts) -> list[TrainingSequence]:
         sampled = np.concatenate([np.full(len(p), i in (0, 2, 4)) for i, p in enumerate(parts)])
         start = len(ids) + (len(texts[0]) + len(shown.ids) if branch else 0)
         completion, mask = whole[start:], sampled[start - len(ids) :]
-        return TrainingSequence(name, whole[:start], completion, np.zeros(mask.sum()), sampled=mask, pictures=pictures)
+        return TrainingSequence(
+            name, whole[:start], completion, np.zeros(mask.sum()), sampled=mask, pictures=pictures
+        )
 
     return [made("a", 1, 7), made("b", 1, 8), made("branch", 1, 7, branch=True), made("text", 0, 7)]
 
@@ -132,7 +141,9 @@ def test_packs_with_pictures_in_completions_score_and_learn_like_plain_rows(
     # One picture of the prompt and two of the results, whatever sequences and turns show them.
     assert len(pack.pictures.pictures) == 3
     # The branch adds no position to the tree.
-    assert pack.input_ids.numel() == next(pack_sequences([later[0], later[1], later[3]], 4096)).input_ids.numel()
+    assert (
+        pack.input_ids.numel() == next(pack_sequences([later[0], later[1], later[3]], 4096)).input_ids.numel()
+    )
 
 
 @pytest.mark.parametrize("banned", [(), ((5,),)])
@@ -152,7 +163,9 @@ def test_a_single_row_is_scored_with_its_pictures(
         assert float((completion_logps(model, *given) - due).abs().max()) > 0.5
 
 
-def test_a_tree_shares_a_prompt_and_computes_its_pictures_once(family: str, sequences: list[TrainingSequence]) -> None:
+def test_a_tree_shares_a_prompt_and_computes_its_pictures_once(
+    family: str, sequences: list[TrainingSequence]
+) -> None:
     (pack,) = pack_sequences(sequences, 4096)
     assert pack.pictures is not None
     assert len(pack.pictures.pictures) == 4
@@ -170,8 +183,12 @@ def swapped(sequence: TrainingSequence, other: TrainingSequence) -> TrainingSequ
     return replace(sequence, name="swapped", pictures=pictures)
 
 
-def test_equal_ids_with_other_pictures_are_other_nodes(family: str, sequences: list[TrainingSequence]) -> None:
-    """By ids alone both prompts would be one path of the tree, and one of them would be scored with the other one's picture."""
+def test_equal_ids_with_other_pictures_are_other_nodes(
+    family: str, sequences: list[TrainingSequence]
+) -> None:
+    """By ids alone both prompts would be one path of the tree, and one of them would be scored with the other one's
+    picture.
+    """
     one, other = sequences[2], swapped(sequences[2], sequences[6])
     assert one.pictures is not None
     model = make_seeing(family)
@@ -180,7 +197,9 @@ def test_equal_ids_with_other_pictures_are_other_nodes(family: str, sequences: l
         (pack,) = pack_sequences([one, other], 4096)
         found = scored(model, pack)
         for sequence in (one, other):
-            torch.testing.assert_close(found[sequence.name], plain_logps(model, sequence), atol=3e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                found[sequence.name], plain_logps(model, sequence), atol=3e-5, rtol=1e-4
+            )
     assert (found["swapped"] - found[one.name]).abs().max() > 0.1
 
 

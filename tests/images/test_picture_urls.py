@@ -127,7 +127,9 @@ def test_all_other_urls_are_refused_and_nothing_secret_is_shown(url: str) -> Non
     ],
 )
 def test_an_entry_that_is_no_beginning_of_a_url_is_refused(entry: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"image_urls contains .*; each entry must be the beginning of a URL"):
+    with pytest.raises(
+        InputError, match=r"image_urls contains .*; each entry must be the beginning of a URL"
+    ):
         GRPOConfig(output_dir=str(tmp_path), image_urls=["https://b.example", entry])
 
 
@@ -144,7 +146,9 @@ def test_a_file_is_fetched_once_also_by_many_threads(place: Place) -> None:
     assert opened(files.pop()).tobytes() == picture(1, 16, 16).tobytes()
 
 
-def test_files_that_are_not_kept_any_more_are_fetched_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_not_kept_any_more_are_fetched_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = ImageUrls([place.url("/")])
     monkeypatch.setattr(urls, "KEPT_BYTES", len(known.fetch(place.url("/1.png"))) * 2)
     for name in ("/1.png", "/2.png", "/1.png", "/3.png", "/1.png", "/2.png"):
@@ -201,11 +205,16 @@ def test_a_server_that_is_gone_is_an_error_without_the_query() -> None:
 
 
 def test_a_run_learns_from_the_bytes_that_it_fetched_once(place: Place, tmp_path: Path) -> None:
-    """In a column, and in both forms of parts. The server shows another picture each time: the bytes stay those of the first."""
+    """In a column, and in both forms of parts.
+
+    The server shows another picture each time: the bytes stay those of the first.
+    """
     folder, text = save_seeing(tmp_path / "model"), {"type": "text", "text": "what is it"}
     first, other = place.url("/1.png"), place.url("/2.png")
     parts = [{"type": "image", "image": first}, {"type": "image_url", "image_url": {"url": other}}]
-    rows = [{"prompt": [{"role": "user", "content": [part, text]}], "images": None} for part in [*parts, parts[0]]]
+    rows = [
+        {"prompt": [{"role": "user", "content": [part, text]}], "images": None} for part in [*parts, parts[0]]
+    ]
     rows += [{"prompt": [{"role": "user", "content": [text]}], "images": [other, first]}]
     seen: list[Any] = []
 
@@ -224,6 +233,7 @@ def test_a_run_learns_from_the_bytes_that_it_fetched_once(place: Place, tmp_path
     assert digests[2] == digests[0] != digests[1]
     assert "127.0.0.1" not in json.dumps(seen)
     with pytest.raises(
-        InputError, match=r"prompt train/0: http://127.0.0.1:\d+/1.png is not fetched: image_urls allows no URLs"
+        InputError,
+        match=r"prompt train/0: http://127.0.0.1:\d+/1.png is not fetched: image_urls allows no URLs",
     ):
         look(folder, tmp_path, rows, **fields)

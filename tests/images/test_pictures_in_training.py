@@ -1,4 +1,5 @@
-"""GRPO on rows with pictures, with the transformers engine: two proven steps, faults that the gap finds, and what is refused.
+"""GRPO on rows with pictures, with the transformers engine: two proven steps, faults that the gap finds, and what is
+refused.
 
 The other methods whose forwards are those of GRPO and of PPO are tested before a release.
 """
@@ -89,7 +90,9 @@ def test_the_other_methods_learn_from_pictures_too(method: str, folder: str, tmp
     run.train()
     assert len(gaps(run)) == 2
     assert max(gaps(run)) < LIMIT
-    assert any("visual" in name and not torch.equal(p, before[name]) for name, p in parameters(run.model).items())
+    assert any(
+        "visual" in name and not torch.equal(p, before[name]) for name, p in parameters(run.model).items()
+    )
 
 
 @pytest.mark.parametrize("fault", sorted(IN_THE_TRAINER))
@@ -182,7 +185,12 @@ def test_rewards_get_the_pictures_of_their_row(folder: str, tmp_path: Path) -> N
         seen.extend(image)
         return [float(len(ids)) for ids in completion_ids]
 
-    base = {"max_steps": 1, "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4}
+    base = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+        "max_completion_length": 4,
+    }
     config = lockstep.GRPOConfig(
         output_dir=str(tmp_path),
         bf16=False,
@@ -192,7 +200,9 @@ def test_rewards_get_the_pictures_of_their_row(folder: str, tmp_path: Path) -> N
         disable_tqdm=True,
         **base,
     )
-    data = Dataset.from_list([{"prompt": [{"role": "user", "content": "see"}], "image": picture(i)} for i in range(2)])
+    data = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": "see"}], "image": picture(i)} for i in range(2)]
+    )
     lockstep.GRPOTrainer(folder, reward_funcs=noted, args=config, train_dataset=data).train()
     assert {image.tobytes() for image in seen} == {picture(i).tobytes() for i in range(2)}
 
@@ -216,7 +226,9 @@ def test_ranks_that_read_other_pixels_have_other_prompts(folder: str) -> None:
 
     def digest(seed: int) -> list[Any]:
         read = [reader.read(row) for row in same_grid_rows(seed=seed)]
-        return digest_of_prompts([Prompt(f"train/{i}", ids, "", {}, shown) for i, (ids, shown) in enumerate(read)])
+        return digest_of_prompts(
+            [Prompt(f"train/{i}", ids, "", {}, shown) for i, (ids, shown) in enumerate(read)]
+        )
 
     assert digest(0) == digest(0)
     assert digest(0) != digest(1)

@@ -1,4 +1,7 @@
-"""Pictures in later turns, on the transformers engine: results of tools, and what environments say. Every turn is proven."""
+"""Pictures in later turns, on the transformers engine: results of tools, and what environments say.
+
+Every turn is proven.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ from lockstep.rollouts.group import Rollout
 from lockstep.run.trainers.methods import GRPOTrainer
 
 LIMIT = 1e-3
-# One family with patches and one with tiles, and the others of each kind. In CI, `test_families_on_vllm.py` has Qwen2-VL's turns.
+# One family with patches and one with tiles, and the others of each kind. In CI, `test_families_on_vllm.py` has
+# Qwen2-VL's turns.
 FAMILIES = [
     "qwen2_5_vl",
     "smolvlm",
@@ -40,7 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def play(folder: Any, tmp_path: Path, rows: Any = None, **given: Any) -> GRPOTrainer:
     """A finished run of two steps whose rollouts have turns."""
-    base = {"use_vllm": False, "max_completion_length": 120, "tools": [draw], "max_tool_calling_iterations": 3}
+    base = {
+        "use_vllm": False,
+        "max_completion_length": 120,
+        "tools": [draw],
+        "max_tool_calling_iterations": 3,
+    }
     base |= {"per_device_train_batch_size": 16, "num_generations": 4}
     trainer = look(folder, tmp_path, rows, **{**base, **given})
     trainer.train()
@@ -60,7 +69,10 @@ def count(rollout: Rollout) -> int:
 
 
 def check_ids(trainer: GRPOTrainer, completion: Completion) -> None:
-    """Each picture stands in the ids with the ids of its own, and was not sampled. Positions are those of the model's function."""
+    """Each picture stands in the ids with the ids of its own, and was not sampled.
+
+    Positions are those of the model's function.
+    """
     shown, first = completion.pictures, len(completion.prompt_ids)
     ids = np.concatenate([completion.prompt_ids, completion.token_ids])
     sampled = np.ones(len(completion.token_ids), bool) if completion.sampled is None else completion.sampled
@@ -131,26 +143,38 @@ def test_a_picture_that_does_not_fit_is_dropped_with_its_ids(folder: str, tmp_pa
     # A picture has 16 ids, and a call about 6.
     trainer = play(folder, tmp_path, tools=[large], max_completion_length=22)
     found = rollouts_of(trainer)
-    cut = [r for r in found if r.notes["tool_calls"] and not any(m["role"] == "tool" for m in r.notes["messages"])]
+    cut = [
+        r
+        for r in found
+        if r.notes["tool_calls"] and not any(m["role"] == "tool" for m in r.notes["messages"])
+    ]
     assert cut
     assert {r.finish_reason for r in cut} == {"length"}
     assert all(len(r.token_ids) <= 22 for r in found)
     assert max(gaps(trainer)) < LIMIT
 
 
-def test_a_result_with_more_pictures_than_the_limit_is_an_error_for_the_model(folder: str, tmp_path: Path) -> None:
+def test_a_result_with_more_pictures_than_the_limit_is_an_error_for_the_model(
+    folder: str, tmp_path: Path
+) -> None:
     """The pictures of the row count too. A conversation that has reached the limit goes on."""
     trainer = play(folder, tmp_path, mixed_rows(), limit_mm_per_prompt={"image": 2})
     found = rollouts_of(trainer)
     assert max(map(count, found)) == 2
     said = {
-        r.key: [m["content"] for m in r.notes["messages"] if m["role"] == "tool" and "limit_mm" in str(m["content"])]
+        r.key: [
+            m["content"]
+            for m in r.notes["messages"]
+            if m["role"] == "tool" and "limit_mm" in str(m["content"])
+        ]
         for r in found
     }
     refused = [r for r in found if said[r.key]]
     assert refused
     assert {count(r) for r in refused} == {2}
-    assert all(text.startswith('{"error": "3 pictures, and limit_mm') for r in refused for text in said[r.key])
+    assert all(
+        text.startswith('{"error": "3 pictures, and limit_mm') for r in refused for text in said[r.key]
+    )
     assert any(len(r.turns) > len(said[r.key]) for r in refused)
     assert max(gaps(trainer)) < LIMIT
 
@@ -182,7 +206,13 @@ def test_environments_show_pictures_and_rewards_get_them(tmp_path: Path) -> None
 
     rows = [{**row, "n": n} for n, row in enumerate(mixed_rows())]
     trainer = play(
-        folder, tmp_path, rows, tools=None, environment_factory=Gallery, reward_funcs=reward, rehearse_rewards=False
+        folder,
+        tmp_path,
+        rows,
+        tools=None,
+        environment_factory=Gallery,
+        reward_funcs=reward,
+        rehearse_rewards=False,
     )
     assert max(gaps(trainer)) < LIMIT
     # The rows have up to two pictures, `reset` adds one, and each message of the user another.
@@ -195,7 +225,9 @@ def test_environments_show_pictures_and_rewards_get_them(tmp_path: Path) -> None
     }
     assert images >= {picture(100 + n, 16, 16).tobytes() for n in range(4)}
     spoken = [m for _, messages in seen for m in messages if m["role"] == "user"]
-    assert {m["content"][0]["image"].tobytes() for m in spoken} == {picture(200 + n).tobytes() for n in range(2)}
+    assert {m["content"][0]["image"].tobytes() for m in spoken} == {
+        picture(200 + n).tobytes() for n in range(2)
+    }
 
 
 @pytest.mark.parametrize(("limit", "method"), [(2, "reset"), (3, "next_user_message")])
@@ -204,14 +236,18 @@ def test_an_environment_with_more_pictures_than_the_limit_costs_its_rollout(
 ) -> None:
     folder = save_seeing_caller(tmp_path / "model", calls=0.2)
     fields: dict[str, Any] = {"tools": None, "environment_factory": Gallery, "rehearse_rewards": False}
-    trainer = play(folder, tmp_path, mixed_rows(), limit_mm_per_prompt={"image": limit}, max_steps=1, **fields)
+    trainer = play(
+        folder, tmp_path, mixed_rows(), limit_mm_per_prompt={"image": limit}, max_steps=1, **fields
+    )
     failed = {r.failed for r in rollouts_of(trainer) if r.failed}
     said = f"{limit + 1} pictures, and limit_mm_per_prompt allows {limit} per conversation"
     assert f"environment Gallery: {method}: {said}: raise it, or show fewer" in failed
     assert max(map(count, rollouts_of(trainer))) <= limit
 
 
-def test_a_prompt_with_pictures_goes_on_with_text_and_after_an_interruption(folder: str, tmp_path: Path) -> None:
+def test_a_prompt_with_pictures_goes_on_with_text_and_after_an_interruption(
+    folder: str, tmp_path: Path
+) -> None:
     def text(a: int) -> int:
         return 7 * a
 
@@ -273,7 +309,9 @@ def test_a_rollout_with_another_picture_than_the_engine_was_sent_is_found(
         if shown is None:
             return rollout
         pictures = tuple(replace(p, pixel_values=p.pixel_values.flip(0)) for p in shown.pictures)
-        return replace(rollout, completion=replace(rollout.completion, pictures=replace(shown, pictures=pictures)))
+        return replace(
+            rollout, completion=replace(rollout.completion, pictures=replace(shown, pictures=pictures))
+        )
 
     monkeypatch.setattr(Conversation, "rollout", exchanged)
     assert broken(folder, tmp_path) == "turns"
@@ -301,6 +339,8 @@ def test_a_model_of_text_reads_an_error_instead_of_a_picture(caller_dir: str, tm
         return picture(a + b)
 
     rows = [{"prompt": [{"role": "user", "content": f"what is {i} + {i}"}]} for i in range(4)]
-    trainer = play(caller_dir, tmp_path, rows, tools=[multiply], num_generations=16, per_device_train_batch_size=64)
+    trainer = play(
+        caller_dir, tmp_path, rows, tools=[multiply], num_generations=16, per_device_train_batch_size=64
+    )
     texts = [m["content"] for r in rollouts_of(trainer) for m in r.notes["messages"] if m["role"] == "tool"]
     assert any("this run shows no images to the model" in text for text in texts)

@@ -1,4 +1,5 @@
-"""Pictures on a real vLLM server: two GRPO steps are proven to the last token, and faults on the way and in it are found.
+"""Pictures on a real vLLM server: two GRPO steps are proven to the last token, and faults on the way and in it are
+found.
 
 Faults of the trainer, faults of vLLM's own reading, and weights over gloo, are tested here before a release. In CI,
 `test_pictures_in_training.py` has the first, `test_pictures_on_vllm.py` the second, and `tests/server` has gloo.
@@ -136,7 +137,12 @@ def test_the_pixels_of_a_picture_are_sent_once(
     monkeypatch.setattr(server_requests.ServerRequests, "post", noted)
     trainer = look(folder, tmp_path, engine=engine)
     trainer.train()
-    seen = {digest for group in trainer.rollouts() if group.prompt.pictures for digest in group.prompt.pictures.digests}
+    seen = {
+        digest
+        for group in trainer.rollouts()
+        if group.prompt.pictures
+        for digest in group.prompt.pictures.digests
+    }
     assert len(seen) == 4
     assert sorted(sent) == sorted(seen)
 
@@ -332,7 +338,9 @@ def asked(folder: str, count: int, tokens: int) -> list[GenerationRequest]:
 
 
 def gap_by_version(models: dict[int, PreTrainedModel], found: list[Completion], sampling: Sampling) -> float:
-    """The largest difference between a token's log-prob and that of a plain forward with the weights of the token's version."""
+    """The largest difference between a token's log-prob and that of a plain forward with the weights of the token's
+    version.
+    """
     worst = 0.0
     for c in found:
         for version in set(c.weight_versions.tolist()):
@@ -344,7 +352,9 @@ def gap_by_version(models: dict[int, PreTrainedModel], found: list[Completion], 
     return worst
 
 
-def test_a_push_computes_the_pictures_of_running_requests_anew(folder: str, either: VLLMServer, seeing: Server) -> None:
+def test_a_push_computes_the_pictures_of_running_requests_anew(
+    folder: str, either: VLLMServer, seeing: Server
+) -> None:
     first, second = make_seeing(), make_seeing(seed=1)
     push_weights(first, either, 1)
     requests = asked(folder, 50, 400)

@@ -1,4 +1,6 @@
-"""Pictures on two trainer ranks: the same steps as on one rank, even if only one rank has pictures, or one clear error on both."""
+"""Pictures on two trainer ranks: the same steps as on one rank, even if only one rank has pictures, or one clear
+error on both.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_two_ranks_take_the_steps_of_one(work: str, pictures: list[int], model: 
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
     assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())
     for name in ("eval_reward", "eval_parity/checked_tokens"):
-        assert one["evaluation"][name] == other["evaluation"][name] == pytest.approx(alone["evaluation"][name])
+        assert (
+            one["evaluation"][name] == other["evaluation"][name] == pytest.approx(alone["evaluation"][name])
+        )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,9 @@ def test_two_ranks_learn_from_pictures_with_a_real_server(
     with serve(model, tmp_path, max_model_len=CONTEXT) as server:
         monkeypatch.setenv("TEST_SERVER_URL", server.url)
         monkeypatch.setenv(KEY_VARIABLE, KEY)
-        run_ranks([sys.executable, str(SCRIPT)], [model, str(tmp_path), "on_one_rank"], tmp_path, codes=[0, 0])
+        run_ranks(
+            [sys.executable, str(SCRIPT)], [model, str(tmp_path), "on_one_rank"], tmp_path, codes=[0, 0]
+        )
     one, other = (torch.load(tmp_path / f"on_one_rank.{rank}.pt") for rank in (0, 1))
     assert max(line["parity/max_abs_gap"] for line in one["logs"]) < LIMIT
     assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())

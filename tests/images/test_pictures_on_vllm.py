@@ -1,4 +1,5 @@
-"""Pictures on real vLLM in this process: two GRPO steps are proven to the last token, and faults of the engine are found.
+"""Pictures on real vLLM in this process: two GRPO steps are proven to the last token, and faults of the engine are
+found.
 
 Faults of the trainer, and an adapter on the language part alone, are tested here before a release. In CI,
 `test_pictures_in_training.py` has these faults, and `test_adapters_with_pictures.py` has this adapter.
@@ -62,7 +63,11 @@ def test_two_steps_on_mixed_rows_are_proven_and_the_tower_learns(
     assert any("visual.blocks" in name for name in changed)
     assert any("visual.merger" in name for name in changed)
     vllm_now = trainer.rollouts()
-    assert {len(group.prompt.pictures.pictures) if group.prompt.pictures else 0 for group in vllm_now} == {0, 1, 2}
+    assert {len(group.prompt.pictures.pictures) if group.prompt.pictures else 0 for group in vllm_now} == {
+        0,
+        1,
+        2,
+    }
     probe = ModuleProbe(trainer.model, vllm, torch.float32).measure(1, every=True)
     assert not probe.failed
     assert any("visual.merger" in name for name in probe.errors)
@@ -84,7 +89,9 @@ def test_a_picture_of_the_same_grid_in_the_engine_is_found_by_the_gap(
     folder: str, tmp_path: Path, vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = in_process.prompt_with_pictures
-    monkeypatch.setattr(in_process, "prompt_with_pictures", lambda ids, shown: whole(ids, other_pixels(shown)))
+    monkeypatch.setattr(
+        in_process, "prompt_with_pictures", lambda ids, shown: whole(ids, other_pixels(shown))
+    )
     with pytest.raises(ProofError) as found:
         look(folder, tmp_path, same_grid_rows(), engine=vllm).train()
     assert found.value.check == "gap"
@@ -107,7 +114,9 @@ def test_placeholders_that_are_repeated_twice_are_found_by_the_echo(
     folder: str, tmp_path: Path, vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = in_process.prompt_with_pictures
-    monkeypatch.setattr(in_process, "prompt_with_pictures", lambda ids, shown: whole(expanded_twice(ids, shown), shown))
+    monkeypatch.setattr(
+        in_process, "prompt_with_pictures", lambda ids, shown: whole(expanded_twice(ids, shown), shown)
+    )
     with pytest.raises(ProofError) as found:
         look(folder, tmp_path, engine=vllm).train()
     assert found.value.check == "echo"
@@ -171,7 +180,9 @@ def test_a_placeholder_is_never_sampled_and_one_that_is_raises(
         look(likes_placeholders(folder), tmp_path / "again", engine=vllm).train()
 
 
-def test_an_engine_that_normalises_pixels_again_is_refused(folder: str, tmp_path: Path, vllm: VLLMInProcess) -> None:
+def test_an_engine_that_normalises_pixels_again_is_refused(
+    folder: str, tmp_path: Path, vllm: VLLMInProcess
+) -> None:
     settings = vllm.llm.llm_engine.vllm_config.model_config.multimodal_config
     assert settings.mm_device_do_normalize is False
     settings.mm_device_do_normalize = True
@@ -184,7 +195,9 @@ def test_an_engine_that_normalises_pixels_again_is_refused(folder: str, tmp_path
 
 
 @pytest.mark.parametrize("where", [pytest.param("language", marks=pytest.mark.release), "all"])
-def test_an_adapter_is_proven_with_pictures(where: str, folder: str, tmp_path: Path, vllm: VLLMInProcess) -> None:
+def test_an_adapter_is_proven_with_pictures(
+    where: str, folder: str, tmp_path: Path, vllm: VLLMInProcess
+) -> None:
     trainer = look(folder, tmp_path, engine=vllm, peft_config=adapter("qwen2_5_vl", where))
     trainer.train()
     assert len(gaps(trainer)) == 2
@@ -203,6 +216,8 @@ def test_text_alone_needs_no_pictures_of_a_model_that_reads_them(
     assert max(gaps(trainer)) < LIMIT
 
 
-def test_a_prompt_that_vllm_has_no_room_for_is_named(folder: str, tmp_path: Path, vllm: VLLMInProcess) -> None:
+def test_a_prompt_that_vllm_has_no_room_for_is_named(
+    folder: str, tmp_path: Path, vllm: VLLMInProcess
+) -> None:
     with pytest.raises(InputError, match=r"prompt train/\d has"):
         look(folder, tmp_path, mixed_rows(), engine=vllm, vllm_max_model_length=26)

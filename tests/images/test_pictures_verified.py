@@ -1,4 +1,5 @@
-"""`lockstep verify` on a model that reads pictures: rows with pictures, and faults of pictures that the proofs must catch.
+"""`lockstep verify` on a model that reads pictures: rows with pictures, and faults of pictures that the proofs must
+catch.
 
 CI has one family on vLLM. The other one is tested before a release.
 """
@@ -42,7 +43,9 @@ CAUGHT_BY = {
         pytest.param("smolvlm", "vllm", {"T3g"}, marks=[*VLLM, pytest.mark.release]),
     ],
 )
-def test_every_fault_of_pictures_is_caught(family: str, engine: str, left_out: set[str], tmp_path: Path) -> None:
+def test_every_fault_of_pictures_is_caught(
+    family: str, engine: str, left_out: set[str], tmp_path: Path
+) -> None:
     uses_vllm = engine == "vllm"
     if uses_vllm:
         let_vllm_see(family)
@@ -59,7 +62,17 @@ def test_every_fault_of_pictures_is_caught(family: str, engine: str, left_out: s
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_model_that_reads_pictures_passes_every_row(plain: bool, tmp_path: Path) -> None:
     model, file = save_seeing(tmp_path / "seeing"), tmp_path / "rows.json"
-    words = ["verify", "--model", model, "--engine", "transformers", "--dtype", "float32", "--json", str(file)]
+    words = [
+        "verify",
+        "--model",
+        model,
+        "--engine",
+        "transformers",
+        "--dtype",
+        "float32",
+        "--json",
+        str(file),
+    ]
     assert main([*words, *(["--plain_prompts"] if plain else [])]) == 0
     rows = [row["proof"] for row in json.loads(file.read_text())["rows"]]
     assert rows[-2:] == ["training step, with pictures", "exact accounting, with pictures"]

@@ -27,7 +27,9 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> ImagePrompts:
     return ImagePrompts(make_seeing(), make_seeing_tokenizer(), folder)
 
 
-def test_two_pictures_side_by_side_are_refused_because_the_model_would_take_them_for_one(reader: ImagePrompts) -> None:
+def test_two_pictures_side_by_side_are_refused_because_the_model_would_take_them_for_one(
+    reader: ImagePrompts,
+) -> None:
     images = [picture(0), picture(1)]
     for text in ("<|image_pad|> <|image_pad|>", "see <|image_pad|>\n<|image_pad|>"):
         assert reader.read({"prompt": text, "images": images})[1] is not None
@@ -91,20 +93,32 @@ def test_columns_and_parts_give_the_pictures_in_the_order_of_the_prompt() -> Non
             ["image", "text", "image"],
         ),
         # `datasets` gives each part the keys of all parts.
-        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "x", "image": None}]}]}, [], ["text"]),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "x", "image": None}]}]},
+            [],
+            ["text"],
+        ),
     ]
     for row, due, kinds in cases:
         messages, found = images_of_row(row)
         assert [i.tobytes() for i in found] == [i.tobytes() for i in due]
         content = messages[0]["content"]
-        assert [part["type"] for part in content if not isinstance(content, str)] == kinds or content == "hello"
+        assert [
+            part["type"] for part in content if not isinstance(content, str)
+        ] == kinds or content == "hello"
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": []}, "1 image parts .* 0 pictures"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": [picture(0)] * 2}, "1 image parts"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": []},
+            "1 image parts .* 0 pictures",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": [picture(0)] * 2},
+            "1 image parts",
+        ),
         ({"prompt": [{"role": "system", "content": "x"}], "image": picture(0)}, "no message of the user"),
         ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "a part .*audio"),
         ({"prompt": "x", "image": picture(0), "images": [picture(0)]}, "both columns"),
@@ -123,7 +137,9 @@ def test_placeholders_stand_once_per_token_of_each_picture(reader: ImagePrompts)
     image = shown.placeholder
     assert [p.tokens for p in shown.pictures] == [4, 8]
     assert np.flatnonzero(ids == image).tolist() == [
-        i for start, p in zip(shown.starts, shown.pictures, strict=True) for i in range(start, start + p.tokens)
+        i
+        for start, p in zip(shown.starts, shown.pictures, strict=True)
+        for i in range(start, start + p.tokens)
     ]
     assert (np.delete(ids, np.flatnonzero(ids == image)) == [i for i in ids if i != image]).all()
     # The tokenizer read the text once: without pictures the ids are those of the template.
@@ -163,13 +179,17 @@ def test_equal_pixels_have_equal_digests_and_other_pixels_or_grids_others(reader
 
 
 def test_a_placeholder_that_a_user_has_typed_stays_text(reader: ImagePrompts) -> None:
-    ids, shown = reader.read({"prompt": [{"role": "user", "content": "<|image_pad|> is it"}], "image": picture(0)})
+    ids, shown = reader.read(
+        {"prompt": [{"role": "user", "content": "<|image_pad|> is it"}], "image": picture(0)}
+    )
     assert shown is not None
     assert (ids == shown.placeholder).sum() == shown.pictures[0].tokens
 
 
 def test_plain_text_has_its_own_placeholders(reader: ImagePrompts) -> None:
-    ids, shown = reader.read({"prompt": "a <|vision_start|><|image_pad|><|vision_end|> b", "image": picture(0)})
+    ids, shown = reader.read(
+        {"prompt": "a <|vision_start|><|image_pad|><|vision_end|> b", "image": picture(0)}
+    )
     assert shown is not None
     assert (ids == shown.placeholder).sum() == shown.pictures[0].tokens
     with pytest.raises(InputError, match="0 placeholders for 1 pictures"):
@@ -183,7 +203,9 @@ def test_rows_come_through_datasets_unchanged(reader: ImagePrompts) -> None:
         assert (shown.digests if shown else ()) == (due.digests if due else ())
 
 
-@pytest.mark.parametrize("row", [{"image": "https://a.example/1"}, {"images": ["https://a.example/1"], "image": None}])
+@pytest.mark.parametrize(
+    "row", [{"image": "https://a.example/1"}, {"images": ["https://a.example/1"], "image": None}]
+)
 def test_every_column_with_pictures_gets_its_files_and_an_agent_gets_urls(row: dict[str, Any]) -> None:
     file = to_data_url(picture(0))
     fetched = with_fetched({"prompt": "look", **row}, {"https://a.example/1": file}.__getitem__)

@@ -1,7 +1,7 @@
 """`make train-images`: the script runs, and its pictures and its model are what it says.
 
-The whole run, which must learn, takes most of a minute and is run before a release. CI proves the steps of such runs on vLLM in
-`test_pictures_on_vllm.py`.
+The whole run, which must learn, takes most of a minute and is run before a release. CI proves the steps of such runs
+on vLLM in `test_pictures_on_vllm.py`.
 """
 
 from __future__ import annotations

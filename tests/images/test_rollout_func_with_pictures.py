@@ -1,4 +1,6 @@
-"""A user's `rollout_func` in a run with images: it gets them in the prompts, and may show more of them in later turns."""
+"""A user's `rollout_func` in a run with images: it gets them in the prompts, and may show more of them in later
+turns.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +63,13 @@ def two_turns(prompts: list[Any], trainer: Any, *, named: bool) -> dict[str, Any
     found: dict[str, Any] = {
         "prompt_ids": [a["prompt_ids"] for a in first],
         "completion_ids": [
-            a["completion_ids"] + [5] + ids + [6] + b["completion_ids"] for a, b in zip(first, second, strict=True)
+            a["completion_ids"] + [5] + ids + [6] + b["completion_ids"]
+            for a, b in zip(first, second, strict=True)
         ],
         "logprobs": [a["logprobs"] + [0.0] * gap + b["logprobs"] for a, b in zip(first, second, strict=True)],
         "env_mask": [
-            [1] * len(a["logprobs"]) + [0] * gap + [1] * len(b["logprobs"]) for a, b in zip(first, second, strict=True)
+            [1] * len(a["logprobs"]) + [0] * gap + [1] * len(b["logprobs"])
+            for a, b in zip(first, second, strict=True)
         ],
     }
     return found | ({"images": shown} if named else {})
@@ -106,7 +110,9 @@ def test_more_images_than_the_limit_are_refused(named: bool, folder: str, tmp_pa
     def generate(prompts: list[Any], trainer: Any) -> list[Any]:
         ids = trainer.source.rollout_function.images.picture(picture(50, 16, 16)).ids.tolist()
         shown = [[picture(50 + i, 16, 16) for i in range(3)] for _ in prompts]
-        return generate_rollout_completions(trainer, [[5, *ids, 5, *ids, 5, *ids]] * len(prompts), images=shown)
+        return generate_rollout_completions(
+            trainer, [[5, *ids, 5, *ids, 5, *ids]] * len(prompts), images=shown
+        )
 
     fields: dict[str, Any] = {"max_completion_length": 24, "limit_mm_per_prompt": {"image": 2}}
     trainer = look(folder, tmp_path, use_vllm=False, rollout_func=more, **fields)

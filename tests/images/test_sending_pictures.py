@@ -14,7 +14,12 @@ from conftest import VLLM
 from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.servers.messages import SentPictures, check_encoded, check_places, encoded, features
-from lockstep.engines.vllm.port.requests import PictureRecorder, piece_places, piece_tensors, prompt_with_pictures
+from lockstep.engines.vllm.port.requests import (
+    PictureRecorder,
+    piece_places,
+    piece_tensors,
+    prompt_with_pictures,
+)
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.images.pictures import Picture, PromptPictures
 
@@ -63,7 +68,10 @@ def test_vllm_makes_of_all_pieces_what_its_own_fields_make_of_all_pictures(kind:
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
     shown = (pictures(0, 1) if kind == "patches" else tiles()).in_pieces
-    pixels, counts = torch.cat([p.pixel_values for p in shown.pictures]), [len(p.pixel_values) for p in shown.pictures]
+    pixels, counts = (
+        torch.cat([p.pixel_values for p in shown.pictures]),
+        [len(p.pixel_values) for p in shown.pictures],
+    )
     if kind == "patches":
         tensors = {"pixel_values": pixels, "image_grid_thw": torch.stack([p.grid for p in shown.pictures])}
         single = "image_grid_thw"
@@ -137,7 +145,10 @@ def test_half_of_the_servers_cache_is_counted_on_and_what_was_used_last_stays() 
 
 
 def test_a_picture_that_a_prompt_shows_twice_is_sent_once() -> None:
-    assert missing(SentPictures(), pictures(0, 0, 1), 9 * BYTES) == [pictures(0).digests[0], pictures(1).digests[0]]
+    assert missing(SentPictures(), pictures(0, 0, 1), 9 * BYTES) == [
+        pictures(0).digests[0],
+        pictures(1).digests[0],
+    ]
 
 
 def test_pictures_that_do_not_fit_into_the_servers_cache_are_refused() -> None:

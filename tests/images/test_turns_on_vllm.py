@@ -1,4 +1,6 @@
-"""Pictures in later turns on real vLLM, in this process and on a server: every turn is proven, with prefix caching on."""
+"""Pictures in later turns on real vLLM, in this process and on a server: every turn is proven, with prefix caching
+on.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def test_a_later_picture_of_another_rollout_is_found_by_the_gap(
     folder: str, tmp_path: Path, vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = in_process.prompt_with_pictures
-    monkeypatch.setattr(in_process, "prompt_with_pictures", lambda ids, shown: whole(ids, other_pixels(shown)))
+    monkeypatch.setattr(
+        in_process, "prompt_with_pictures", lambda ids, shown: whole(ids, other_pixels(shown))
+    )
     rows = [{"prompt": [{"role": "user", "content": f"what is {i}"}]} for i in range(4)]
     with pytest.raises(ProofError) as found:
         play(folder, tmp_path, rows, engine=vllm)

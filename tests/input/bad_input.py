@@ -1,7 +1,7 @@
 """What the tables of bad inputs share: a row, and its outcome on a command line of this process.
 
-Every row must end with exit code 2 (or the row's own code), one line on standard error that contains the row's words, no traceback,
-and within seconds.
+Every row must end with exit code 2 (or the row's own code), one line on standard error that contains the row's words,
+no traceback, and within seconds.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def in_time(seconds: int = LIMIT) -> Iterator[None]:
 
 
 def check(words: list[str], row: Row, capfd: pytest.CaptureFixture[str], aside: str | None = None) -> str:
-    """Run a command line and check its end; returns everything that was printed. On a slow machine loading takes a line too.
+    """Run a command line and check its end; returns everything that was printed.
+
+    On a slow machine loading takes a line too.
 
     Args:
         aside: lines that begin so do not count.

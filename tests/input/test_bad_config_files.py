@@ -81,7 +81,14 @@ def test_a_bad_config_file_is_one_line(row: Row, tmp_path: Path, capfd: pytest.C
 
 @pytest.mark.parametrize(
     "content",
-    [b"\xef\xbb\xbfseed: 1\n", b"seed: 1\r\n", b'{"seed": 1}', b"seed: 1\n...\n", b"seed: '1'\n", b"seed: 0x1\n"],
+    [
+        b"\xef\xbb\xbfseed: 1\n",
+        b"seed: 1\r\n",
+        b'{"seed": 1}',
+        b"seed: 1\n...\n",
+        b"seed: '1'\n",
+        b"seed: 0x1\n",
+    ],
 )
 def test_other_ways_to_write_a_good_file_are_taken(
     content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -42,7 +42,11 @@ FILES = [
     Row("messages without content", ("d.jsonl", lines(*[{"prompt": [{"role": "user"}]}] * 8)), r"train/0"),
     Row("messages that are text", ("d.jsonl", lines(*[{"prompt": ["a"]}] * 8)), r"train/0"),
     Row("an unknown role", ("d.jsonl", lines(*[{"prompt": [{"role": 3, "content": "a"}]}] * 8)), r"train/0"),
-    Row("a prompt that is too long", ("d.jsonl", lines(*[{"prompt": "a b " * 3000}] * 8)), r"train/0 has \d+ tokens"),
+    Row(
+        "a prompt that is too long",
+        ("d.jsonl", lines(*[{"prompt": "a b " * 3000}] * 8)),
+        r"train/0 has \d+ tokens",
+    ),
     Row("a column completions", ("d.jsonl", column(completions="x")), "column 'completions'"),
     Row("a column prompts", ("d.jsonl", column(prompts="x")), "column 'prompts'"),
     Row("a column completion_ids", ("d.jsonl", column(completion_ids=[1])), "column 'completion_ids'"),
@@ -61,20 +65,36 @@ NAMES = [
     Row("no directory", {"dataset_name": "/nowhere/at/all"}, "cannot read data"),
     Row("an empty name", {"dataset_name": ""}, "dataset_name|data"),
     Row("no such kind", {"dataset_name": "arithmetic", "dataset_config": "roots"}, "no problems of kind"),
-    Row("no such puzzle", {"dataset_name": "reasoning_gym", "dataset_config": "roots", "train_size": "4"}, "roots"),
+    Row(
+        "no such puzzle",
+        {"dataset_name": "reasoning_gym", "dataset_config": "roots", "train_size": "4"},
+        "roots",
+    ),
     Row("a puzzle without a name", {"dataset_name": "reasoning_gym"}, "needs dataset_config"),
-    Row("more problems than there are", {"dataset_name": "arithmetic", "train_size": "100000"}, "were asked for"),
+    Row(
+        "more problems than there are",
+        {"dataset_name": "arithmetic", "train_size": "100000"},
+        "were asked for",
+    ),
     Row("no problems at all", {"dataset_name": "arithmetic", "train_size": "0"}, "empty|train_size"),
     Row("a split of a file", {"dataset_train_split": "validation"}, "no split 'validation'"),
     Row("a test split of a file", {"dataset_test_split": "test"}, "no split 'test'"),
-    Row("a test split of problems", {"dataset_name": "arithmetic", "dataset_test_split": "test"}, "has no splits"),
+    Row(
+        "a test split of problems",
+        {"dataset_name": "arithmetic", "dataset_test_split": "test"},
+        "has no splits",
+    ),
     Row("more held out than there is", {"eval_size": "100"}, "cannot be held out"),
-    Row("fewer prompts than a generation", {"train_size": "1", "per_device_train_batch_size": "8"}, "prompts"),
+    Row(
+        "fewer prompts than a generation", {"train_size": "1", "per_device_train_batch_size": "8"}, "prompts"
+    ),
 ]
 
 
 @rows(*FILES)
-def test_a_bad_file_is_one_line(row: Row, tmp_path: Path, untied_dir: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_file_is_one_line(
+    row: Row, tmp_path: Path, untied_dir: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     name, content = row.given
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
@@ -85,7 +105,11 @@ def test_a_bad_file_is_one_line(row: Row, tmp_path: Path, untied_dir: str, capfd
 
 @rows(*NAMES)
 def test_bad_data_by_name_is_one_line(
-    row: Row, tmp_path: Path, untied_dir: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    row: Row,
+    tmp_path: Path,
+    untied_dir: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     check(words(tmp_path, untied_dir, **row.given), row, capfd)

@@ -112,7 +112,9 @@ TABLE = [
     Row("a tensor too many", tensors(lambda t: t.update(extra=torch.ones(3))), "extra"),
     Row("a tensor of another shape", tensors(lambda t: t.update({Q: torch.ones(3, 3)})), "another shape"),
     Row("a tensor with NaN", tensors(lambda t: t[Q].fill_(float("nan"))), "NaN or infinite"),
-    Row("a tensor with infinity", tensors(lambda t: t[Q].view(-1)[:1].fill_(float("inf"))), "NaN or infinite"),
+    Row(
+        "a tensor with infinity", tensors(lambda t: t[Q].view(-1)[:1].fill_(float("inf"))), "NaN or infinite"
+    ),
     Row(
         "a pickle of a function",
         instead("pytorch_model.bin", lambda p: p.write_bytes(pickle.dumps(print))),
@@ -120,7 +122,9 @@ TABLE = [
     ),
     Row("a zipped pickle of a function", instead("pytorch_model.bin", zipped), "cannot load"),
     Row("an empty pickle", instead("pytorch_model.bin", lambda p: p.write_bytes(b"")), "cannot load"),
-    Row("a pickle that is text", instead("pytorch_model.bin", lambda p: p.write_text("hello")), "cannot load"),
+    Row(
+        "a pickle that is text", instead("pytorch_model.bin", lambda p: p.write_text("hello")), "cannot load"
+    ),
     Row("a pickle of a list", instead("pytorch_model.bin", lambda p: torch.save([1], p)), "cannot load"),
     Row(
         "a pickle of other tensors",

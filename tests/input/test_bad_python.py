@@ -68,7 +68,11 @@ ARGUMENTS = [
         {
             "model": BertModel(
                 BertConfig(
-                    hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=64
+                    hidden_size=32,
+                    num_hidden_layers=1,
+                    num_attention_heads=2,
+                    intermediate_size=32,
+                    vocab_size=64,
                 )
             )
         },
@@ -97,7 +101,11 @@ ARGUMENTS = [
     Row("a reward that is nothing", {"reward_funcs": None}, "No reward source provided"),
     Row("nothing among rewards", {"reward_funcs": [reward, None]}, "No reward source provided"),
     Row("a reward that is a plain module", {"reward_funcs": Slow()}, "neither a function nor a reward model"),
-    Row("a reward that is a language model", {"reward_funcs": other}, "outputs|sequence classifier|tokenizer|reward"),
+    Row(
+        "a reward that is a language model",
+        {"reward_funcs": other},
+        "outputs|sequence classifier|tokenizer|reward",
+    ),
     Row("tokenizers of another number", {"reward_processing_classes": [None, None]}, "2 entries for 1"),
     Row("callbacks that are not a list", {"callbacks": 3}, "callbacks"),
     Row("callbacks that are functions", {"callbacks": [reward]}, "callbacks"),
@@ -131,7 +139,11 @@ CONNECTIONS = [
     Row("a password", {"url": "http://a:hunter2@b"}, "user name or password"),
     Row("a port out of range", {"url": "http://a:99999"}, "99999"),
     Row("the same URL twice", {"url": ["http://a", "http://a"]}, "twice"),
-    Row("a key file that is not there", {"url": "http://127.0.0.1:1", "key_file": "/nowhere/key"}, "cannot be read"),
+    Row(
+        "a key file that is not there",
+        {"url": "http://127.0.0.1:1", "key_file": "/nowhere/key"},
+        "cannot be read",
+    ),
     Row("a key file that is a directory", {"url": "http://127.0.0.1:1", "key_file": "/"}, "key"),
     Row("nobody there", {"url": "http://127.0.0.1:1", "timeout": 0.3}, "did not answer within"),
     Row("a time limit of nothing", {"url": "http://127.0.0.1:1", "timeout": 0.0}, "timeout"),

@@ -1,4 +1,6 @@
-"""Bad reward functions: each is refused in one line that names the function, and none ends, hangs or changes the run in silence."""
+"""Bad reward functions: each is refused in one line that names the function, and none ends, hangs or changes the run
+in silence.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ ONE = "return [1.0] * len(completions)"
 
 def body(*lines: str, first: str = "") -> str:
     """A file with a function `score` of these lines."""
-    return first + "\n\ndef score(completions, **columns):\n" + "".join(f"    {line}\n" for line in lines or (ONE,))
+    return (
+        first
+        + "\n\ndef score(completions, **columns):\n"
+        + "".join(f"    {line}\n" for line in lines or (ONE,))
+    )
 
 
 def returns(value: str) -> str:
@@ -52,8 +58,16 @@ VALUES = [
     Row("too few", returns("[1.0]"), "returned 1 scores for 4"),
     Row("too many", returns("[1.0] * 99"), "returned 99 scores for 4"),
     Row("none", returns("[]"), "returned 0 scores for 4"),
-    Row("a coroutine that nobody awaits", body("async def f(): return 1", "return f()"), "score returned coroutine"),
-    Row("a tensor of another shape", "import torch\n" + returns("torch.ones(len(completions), 2)"), "not a number"),
+    Row(
+        "a coroutine that nobody awaits",
+        body("async def f(): return 1", "return f()"),
+        "score returned coroutine",
+    ),
+    Row(
+        "a tensor of another shape",
+        "import torch\n" + returns("torch.ones(len(completions), 2)"),
+        "not a number",
+    ),
     Row("one tensor", "import torch\n" + returns("torch.ones(())"), "returned 1 scores"),
 ]
 ENDS = [
@@ -61,7 +75,11 @@ ENDS = [
     Row("sys.exit(0) in a call", body("import sys; sys.exit(0)"), "score raised SystemExit"),
     Row("KeyError in a call", body("return columns['gold']"), "score raised KeyError"),
     Row("TypeError in a call", body("return 1 + 'a'"), "score raised TypeError"),
-    Row("an own BaseException", body("raise Stop", first="class Stop(BaseException): pass"), "score raised Stop"),
+    Row(
+        "an own BaseException",
+        body("raise Stop", first="class Stop(BaseException): pass"),
+        "score raised Stop",
+    ),
     Row("GeneratorExit", body("raise GeneratorExit"), "score raised GeneratorExit"),
     Row("recursion without end", body("return score(completions)"), "score raised RecursionError"),
     Row("assertion", body("assert False, 'no'"), "score raised AssertionError"),
@@ -72,7 +90,9 @@ ENDS = [
         body("import warnings; warnings.simplefilter('error')", "raise UserWarning('x')"),
         "UserWarning",
     ),
-    Row("a message of many lines", body("raise ValueError('a\\nb\\n\\nc')"), "score raised ValueError: a b c"),
+    Row(
+        "a message of many lines", body("raise ValueError('a\\nb\\n\\nc')"), "score raised ValueError: a b c"
+    ),
 ]
 FILES = [
     Row("an error in its syntax", "def score(:\n", "cannot be run: SyntaxError"),
@@ -80,7 +100,9 @@ FILES = [
     Row("empty", "", "has no function 'score'"),
     Row("binary", "\x7fELF\x01", "cannot be run"),
     Row("not a function", "score = 3\n", "has no function 'score'"),
-    Row("an import that is missing", "import no_such_module\n" + body(), "cannot be run: ModuleNotFoundError"),
+    Row(
+        "an import that is missing", "import no_such_module\n" + body(), "cannot be run: ModuleNotFoundError"
+    ),
     Row("an error at import", "1 / 0\n", "cannot be run: ZeroDivisionError"),
     Row("KeyboardInterrupt's sibling", "raise SystemExit('bye')\n", "cannot be run: SystemExit: bye"),
 ]
@@ -92,8 +114,16 @@ HANGS = [
         body("while True:", "    try:", "        while True: pass", "    except Exception: pass"),
         "longer than 0.5 s",
     ),
-    Row("a wait for nobody", body("import threading; threading.Event().wait()"), "score took longer than 0.5 s"),
-    Row("a socket", body("import socket; a, b = socket.socketpair(); a.recv(1)"), "score took longer than 0.5 s"),
+    Row(
+        "a wait for nobody",
+        body("import threading; threading.Event().wait()"),
+        "score took longer than 0.5 s",
+    ),
+    Row(
+        "a socket",
+        body("import socket; a, b = socket.socketpair(); a.recv(1)"),
+        "score took longer than 0.5 s",
+    ),
     Row(
         "a coroutine",
         "import asyncio\nasync def score(completions, **_):\n    await asyncio.sleep(1000)\n",
@@ -136,7 +166,9 @@ def test_a_reward_function_that_hangs_is_ended(
 
 
 @rows(*NAMES)
-def test_a_bad_name_is_one_line(row: Row, tmp_path: Path, untied_dir: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_name_is_one_line(
+    row: Row, tmp_path: Path, untied_dir: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     check(words(tmp_path, untied_dir, reward_funcs=row.given.replace("{home}", str(tmp_path))), row, capfd)
 
 
@@ -145,14 +177,17 @@ LATER = "import itertools\n_calls = itertools.count()\n"
 IN_TRAINING = [
     Row(
         "switches gradients off",
-        "import torch\n" + body("torch.set_grad_enabled(False)", "return [float(i) for i in range(len(completions))]"),
+        "import torch\n"
+        + body("torch.set_grad_enabled(False)", "return [float(i) for i in range(len(completions))]"),
         "gradients",
         0,
     ),
     Row(
         "changes the default dtype",
         "import torch\n"
-        + body("torch.set_default_dtype(torch.float64)", "return [float(i) for i in range(len(completions))]"),
+        + body(
+            "torch.set_default_dtype(torch.float64)", "return [float(i) for i in range(len(completions))]"
+        ),
         "default dtype",
         0,
     ),

@@ -19,8 +19,16 @@ SERVE = [
     Row("a port beyond 65535", ["{model}", "--port", "65536"], "port"),
     Row("a port that is text", ["{model}", "--port", "http"], "port"),
     Row("a port twice as large", ["{model}", "--port", "131072"], "port"),
-    Row("an address of another machine", ["{model}", "--host", "192.0.2.1", "--key_file", "{home}/k"], "cannot listen"),
-    Row("a host that is not an address", ["{model}", "--host", "no such host", "--key_file", "{home}/k"], "host"),
+    Row(
+        "an address of another machine",
+        ["{model}", "--host", "192.0.2.1", "--key_file", "{home}/k"],
+        "cannot listen",
+    ),
+    Row(
+        "a host that is not an address",
+        ["{model}", "--host", "no such host", "--key_file", "{home}/k"],
+        "host",
+    ),
     Row("an empty host", ["{model}", "--host", "", "--key_file", "{home}/k"], "host"),
     Row("an open address without a key", ["{model}", "--host", "0.0.0.0"], "key of your own"),
     Row("an open IPv6 address without a key", ["{model}", "--host", "::"], "key of your own"),
@@ -36,8 +44,14 @@ SERVE = [
     Row("workers below 0", ["{model}", "--tensor_parallel_size", "-2", "--dry_run"], "tensor_parallel_size"),
     Row("several copies", ["{model}", "--data_parallel_size", "2", "--dry_run"], "start as many"),
     Row("copies per node", ["{model}", "--data-parallel-size-local", "2", "--dry_run"], "start as many"),
-    Row("memory of nothing", ["{model}", "--gpu_memory_utilization", "0", "--dry_run"], "gpu_memory_utilization"),
-    Row("memory of NaN", ["{model}", "--gpu_memory_utilization", "nan", "--dry_run"], "gpu_memory_utilization"),
+    Row(
+        "memory of nothing",
+        ["{model}", "--gpu_memory_utilization", "0", "--dry_run"],
+        "gpu_memory_utilization",
+    ),
+    Row(
+        "memory of NaN", ["{model}", "--gpu_memory_utilization", "nan", "--dry_run"], "gpu_memory_utilization"
+    ),
     Row("memory of two", ["{model}", "--gpu_memory_utilization", "2", "--dry_run"], "gpu_memory_utilization"),
     Row("a dtype that is none", ["{model}", "--dtype", "int8", "--dry_run"], "dtype"),
     Row("a short argument", ["{model}", "-tp", "2", "--dry_run"], "whole names"),
@@ -96,7 +110,9 @@ def filled(words: list[str], places: dict[str, str]) -> list[str]:
 
 
 @rows(*SERVE)
-def test_bad_words_for_serve_are_one_line(row: Row, places: dict[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_words_for_serve_are_one_line(
+    row: Row, places: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -106,5 +122,7 @@ def test_bad_words_for_serve_are_one_line(row: Row, places: dict[str, str], capf
 
 
 @rows(*VERIFY)
-def test_bad_words_for_verify_are_one_line(row: Row, places: dict[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_words_for_verify_are_one_line(
+    row: Row, places: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
     check(["verify", *filled(row.given, places)], row, capfd)

@@ -15,7 +15,8 @@ from lockstep.cli.main import main
 def field(name: str, *values: str, says: str | None = None) -> list[Row]:
     """Rows of a field with values that it does not take."""
     return [
-        Row(f"{name}={value or 'empty'}", ["grpo", "--dry_run", f"--{name}", value], says or name) for value in values
+        Row(f"{name}={value or 'empty'}", ["grpo", "--dry_run", f"--{name}", value], says or name)
+        for value in values
     ]
 
 
@@ -44,7 +45,11 @@ COMMANDS = [
     Row("a field of verify", ["grpo", "--dry_run", "--self_test"], "self_test"),
     Row("a switch that is neither", ["grpo", "--dry_run", "--bf16", "maybe"], "neither yes nor no"),
     Row("a negated field that is none", ["grpo", "--dry_run", "--no_learning_rate"], "no_learning_rate"),
-    Row("a NUL in a name", ["grpo", "--model_name_or_path", "a\0b", "--dataset_name", "arithmetic"], "not text"),
+    Row(
+        "a NUL in a name",
+        ["grpo", "--model_name_or_path", "a\0b", "--dataset_name", "arithmetic"],
+        "not text",
+    ),
     Row("a surrogate in a name", ["grpo", "--dry_run", "--nonsense\udce9", "x"], "unknown field"),
 ]
 NUMBERS = [
@@ -115,7 +120,15 @@ CHOICES = [
     *field("fp16", "true"),
     *field("deepspeed", "x.json", "[1]", "{broken", '{"zero_optimization": {"stage": 5}}'),
     *field("stop_strings", ""),
-    *field("vllm_server_base_url", "gpu-node", "ftp://x", "http://", "http://a:99999", "http://a:x", "http://[::1"),
+    *field(
+        "vllm_server_base_url",
+        "gpu-node",
+        "ftp://x",
+        "http://",
+        "http://a:99999",
+        "http://a:x",
+        "http://[::1",
+    ),
     *field("vllm_server_base_url", "http://a,http://a", "http://a,", "http://a b"),
 ]
 TOGETHER = [
@@ -124,17 +137,37 @@ TOGETHER = [
         ["grpo", "--dry_run", "--per_device_train_batch_size", "6", "--num_generations", "4"],
         "num_generations=4",
     ),
-    Row("server without vLLM", ["grpo", "--dry_run", "--vllm_mode", "server", "--use_vllm", "false"], "contradict"),
     Row(
-        "clips the wrong way round", ["grpo", "--dry_run", "--vllm_importance_sampling_clip_min", "4"], "must be below"
+        "server without vLLM",
+        ["grpo", "--dry_run", "--vllm_mode", "server", "--use_vllm", "false"],
+        "contradict",
+    ),
+    Row(
+        "clips the wrong way round",
+        ["grpo", "--dry_run", "--vllm_importance_sampling_clip_min", "4"],
+        "must be below",
     ),
     Row("an adapter's field alone", ["grpo", "--dry_run", "--lora_r", "4"], "no effect without use_peft"),
     Row("rank 0", ["grpo", "--dry_run", "--use_peft", "true", "--lora_r", "0"], "lora_r=0"),
     Row("rank below 0", ["grpo", "--dry_run", "--use_peft", "true", "--lora_r", "-3"], "lora_r=-3"),
-    Row("no weight of an adapter", ["grpo", "--dry_run", "--use_peft", "true", "--lora_alpha", "0"], "lora_alpha=0"),
-    Row("dropout of all", ["grpo", "--dry_run", "--use_peft", "true", "--lora_dropout", "2"], "lora_dropout=2"),
-    Row("dropout NaN", ["grpo", "--dry_run", "--use_peft", "true", "--lora_dropout", "nan"], "lora_dropout=nan"),
-    Row("a clip that is unset", ["grpo", "--dry_run", "--vllm_importance_sampling_clip_max", "none"], "clip_max"),
+    Row(
+        "no weight of an adapter",
+        ["grpo", "--dry_run", "--use_peft", "true", "--lora_alpha", "0"],
+        "lora_alpha=0",
+    ),
+    Row(
+        "dropout of all", ["grpo", "--dry_run", "--use_peft", "true", "--lora_dropout", "2"], "lora_dropout=2"
+    ),
+    Row(
+        "dropout NaN",
+        ["grpo", "--dry_run", "--use_peft", "true", "--lora_dropout", "nan"],
+        "lora_dropout=nan",
+    ),
+    Row(
+        "a clip that is unset",
+        ["grpo", "--dry_run", "--vllm_importance_sampling_clip_max", "none"],
+        "clip_max",
+    ),
     Row(
         "thinking longer than the completion",
         ["grpo", "--dry_run", "--max_thinking_length", "600"],
@@ -181,7 +214,8 @@ def test_an_unusual_value_is_taken_with_a_warning(
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["--help"], ["grpo", "--help-all"], ["gprpö"], ["grpo", "--dry_run", "--output_dir", "läufe"]]
+    "words",
+    [[], ["--help"], ["grpo", "--help-all"], ["gprpö"], ["grpo", "--dry_run", "--output_dir", "läufe"]],
 )
 def test_a_terminal_in_ascii_ends_in_no_traceback(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2)]

@@ -1,4 +1,6 @@
-"""A run directory that was damaged in many ways: the same command ends in one clear line, or continues to the same weights."""
+"""A run directory that was damaged in many ways: the same command ends in one clear line, or continues to the same
+weights.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,11 @@ def curve(run: Path) -> list[dict[str, Any]]:
     """The metrics without the seconds."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in line.items() if not k.startswith(("time/", "push/", "checked/")) and k != "step_time"}
+        {
+            k: v
+            for k, v in line.items()
+            if not k.startswith(("time/", "push/", "checked/")) and k != "step_time"
+        }
         for line in lines
     ]
 
@@ -195,7 +201,9 @@ FILES = [
     Row("run.json a list", filled("run.json", "[]"), SAME, 0),
     Row("run.json and its copy gone", both(gone, "run.json"), "checkpoints of something else"),
     Row(
-        "run.json and its copy cut", both(cut, "run.json"), "run.json cannot be read.*nor can its copy in checkpoint-2"
+        "run.json and its copy cut",
+        both(cut, "run.json"),
+        "run.json cannot be read.*nor can its copy in checkpoint-2",
     ),
     Row("run.json a folder", folder("run.json"), "run.json is a directory"),
     Row("run.json of another run", filled("run.json", '{"seed": 7}'), "other settings"),
@@ -203,12 +211,22 @@ FILES = [
     Row("receipt gone", gone("receipt.jsonl"), "receipt.jsonl.* cannot be read"),
     Row("receipt empty", filled("receipt.jsonl"), "receipt.jsonl.* is empty"),
     Row("receipt binary", filled("receipt.jsonl", GARBAGE), "does not reach checkpoint-2"),
-    Row("receipt with a byte that is no text", flipped("receipt.jsonl"), "does not fit the chain|does not reach"),
+    Row(
+        "receipt with a byte that is no text",
+        flipped("receipt.jsonl"),
+        "does not fit the chain|does not reach",
+    ),
     Row("receipt a folder", folder("receipt.jsonl"), "receipt.jsonl.* cannot be read"),
     Row(
-        "receipt without its last lines", lines("receipt.jsonl", lambda found: found[:2]), "does not reach checkpoint-2"
+        "receipt without its last lines",
+        lines("receipt.jsonl", lambda found: found[:2]),
+        "does not reach checkpoint-2",
     ),
-    Row("receipt without its first line", lines("receipt.jsonl", lambda found: found[1:]), "does not fit the chain"),
+    Row(
+        "receipt without its first line",
+        lines("receipt.jsonl", lambda found: found[1:]),
+        "does not fit the chain",
+    ),
     Row(
         "receipt with an edited line",
         lines("receipt.jsonl", lambda found: [found[0], found[1].replace("0.", "1.", 1), *found[2:]]),
@@ -230,8 +248,14 @@ FILES = [
     Row("receipt of a list", filled("receipt.jsonl", "[1]\n"), "does not reach"),
     Row("digests gone", gone(last("digests.json")), "digests.json of checkpoint-2 cannot be read"),
     Row("digests empty", filled(last("digests.json")), "digests.json of checkpoint-2 was changed"),
-    Row("digests of another checkpoint", from_first("digests.json"), "digests.json of checkpoint-2 was changed"),
-    Row("digests binary", filled(last("digests.json"), GARBAGE), "digests.json of checkpoint-2 cannot be read"),
+    Row(
+        "digests of another checkpoint",
+        from_first("digests.json"),
+        "digests.json of checkpoint-2 was changed",
+    ),
+    Row(
+        "digests binary", filled(last("digests.json"), GARBAGE), "digests.json of checkpoint-2 cannot be read"
+    ),
     # The logs.
     Row("metrics gone", gone("metrics.jsonl"), SAME, 0),
     Row("metrics empty", filled("metrics.jsonl"), SAME, 0),
@@ -243,7 +267,9 @@ FILES = [
     Row("metrics with a byte that is no text", flipped("metrics.jsonl"), SAME, 0),
     Row(
         "metrics with another loss",
-        lines("metrics.jsonl", lambda found: [found[0].replace('"loss": ', '"loss": 3, "was": '), *found[1:]]),
+        lines(
+            "metrics.jsonl", lambda found: [found[0].replace('"loss": ', '"loss": 3, "was": '), *found[1:]]
+        ),
         SAME,
         0,
     ),
@@ -283,7 +309,11 @@ FILES = [
         "no checkpoint in .* can be read",
     ),
     Row("state with other rewards", state(log_history=[]), "trainer_state.json of checkpoint-2 was changed"),
-    Row("state of another batch size", state(train_batch_size=99), "trainer_state.json of checkpoint-2 was changed"),
+    Row(
+        "state of another batch size",
+        state(train_batch_size=99),
+        "trainer_state.json of checkpoint-2 was changed",
+    ),
     # Everything else in a checkpoint.
     *(
         row
@@ -299,7 +329,9 @@ FILES = [
         Row(f"{name} of another checkpoint", from_first(name), f"{name} of checkpoint-2 was changed")
         for name in ("model.safetensors", "optimizer.pt", "scheduler.pt")
     ),
-    Row("weights without a tensor", tensors(without(WEIGHT)), "model.safetensors of checkpoint-2 was changed"),
+    Row(
+        "weights without a tensor", tensors(without(WEIGHT)), "model.safetensors of checkpoint-2 was changed"
+    ),
     Row("weights × 1.01", tensors(lambda found: found[WEIGHT].mul_(1.01)), rf"\(tensor {WEIGHT}\)"),
     Row(
         "weights in another format",
@@ -318,7 +350,11 @@ FILES = [
         reward("return n", "return n + 1"),
         "have changed since: reward score",
     ),
-    Row("a number that the reward uses changed", reward("SCALE = 1", "SCALE = 2"), "have changed since: reward score"),
+    Row(
+        "a number that the reward uses changed",
+        reward("SCALE = 1", "SCALE = 2"),
+        "have changed since: reward score",
+    ),
     Row(
         "another function in the reward's file",
         reward("def unused", "def renamed"),
@@ -353,9 +389,11 @@ def holds_for_now(path: Path, text: str, request: pytest.FixtureRequest) -> None
 # Rows whose damage takes the path of another row, and which train to the end.
 REPEATED = frozenset({
     "metrics empty", "metrics binary", "metrics of a list", "metrics with lines exchanged", "first evaluation cut",
-    "first evaluation of a list", "first evaluation a folder", "summary binary", "summary a list", "state empty", "state binary",
+    "first evaluation of a list", "first evaluation a folder", "summary binary", "summary a list", "state empty",
+    "state binary",
     "state a list", "the end a folder", "about a folder", "shown rollouts a folder", "state without a step",
-    "metrics with a byte that is no text", "a checkpoint without a number", "run.json empty", "run.json binary", "run.json a list",
+    "metrics with a byte that is no text", "a checkpoint without a number", "run.json empty", "run.json binary",
+    "run.json a list",
 })  # fmt: skip
 
 

@@ -22,7 +22,12 @@ IDS = torch.tensor([[5, 9, 200, 31]])
 
 def adapted(**fields: Any) -> Any:
     torch.manual_seed(0)
-    config = {"target_modules": ["q_proj", "up_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM", **fields}
+    config = {
+        "target_modules": ["q_proj", "up_proj"],
+        "init_lora_weights": False,
+        "task_type": "CAUSAL_LM",
+        **fields,
+    }
     return peft.get_peft_model(make_model(), peft.LoraConfig(**config))
 
 
@@ -45,7 +50,12 @@ def test_the_causal_model_is_the_one_inside() -> None:
     assert type(causal_model(model)) is type(plain)
     assert causal_model(model).base_model is not model.base_model
     assert (is_adapted(plain), is_adapted(model), is_adapted(causal_model(model))) == (False, True, True)
-    assert head_name(model) == head_name(plain) == head_name(adapted(target_modules=["lm_head"])) == "lm_head.weight"
+    assert (
+        head_name(model)
+        == head_name(plain)
+        == head_name(adapted(target_modules=["lm_head"]))
+        == "lm_head.weight"
+    )
 
 
 @pytest.mark.parametrize("saved", [None, ["lm_head"]])
@@ -118,10 +128,14 @@ def _made() -> Any:
     ],
     ids=["target_modules", "modules_to_save"],
 )
-def test_an_adapter_that_trains_the_same_numbers_twice_is_refused(fields: dict[str, Any], refused: bool) -> None:
+def test_an_adapter_that_trains_the_same_numbers_twice_is_refused(
+    fields: dict[str, Any], refused: bool
+) -> None:
     config = peft.LoraConfig(**fields, ensure_weight_tying=True, task_type="CAUSAL_LM")
     model = peft.get_peft_model(make_model("llama", tied=True), config)
-    with pytest.raises(InputError, match=r"embed_tokens.* and .*lm_head.*twice") if refused else nullcontext():
+    with (
+        pytest.raises(InputError, match=r"embed_tokens.* and .*lm_head.*twice") if refused else nullcontext()
+    ):
         refuse_shared_memory(model)
 
 

@@ -32,7 +32,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def adapted(base: Any, seed: int = 0, **fields: Any) -> Any:
     torch.manual_seed(seed)
-    settings = {"r": 4, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    settings = {
+        "r": 4,
+        "target_modules": ["q_proj", "up_proj"],
+        "task_type": "CAUSAL_LM",
+        "init_lora_weights": False,
+    }
     return peft.get_peft_model(base, peft.LoraConfig(**settings, **fields))
 
 
@@ -164,7 +169,9 @@ def test_an_adapter_that_is_not_whole_is_refused(
         load_adapted(str(saved), adapter)
 
 
-def test_a_directory_with_an_adapter_is_no_model_also_if_a_model_lies_beside_it(saved: Path, tmp_path: Path) -> None:
+def test_a_directory_with_an_adapter_is_no_model_also_if_a_model_lies_beside_it(
+    saved: Path, tmp_path: Path
+) -> None:
     adapter = keep(adapted(load_policy(str(saved))), saved, tmp_path / "adapter")
     both = shutil.copytree(saved, tmp_path / "both")
     shutil.copytree(adapter, both, dirs_exist_ok=True)

@@ -1,4 +1,6 @@
-"""What is pushed has the names and values that `save_pretrained` writes, even if a family keeps its experts in fused tensors."""
+"""What is pushed has the names and values that `save_pretrained` writes, even if a family keeps its experts in fused
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -71,4 +73,6 @@ def test_the_transformers_engine_answers_for_each_expert() -> None:
     torch.testing.assert_close(answer[2], down @ (silu(gate @ vector) * (up @ vector)))
     # transformers' routers are not linear layers.
     assert found.unreached == tuple(f"model.layers.{i}.mlp.gate.weight" for i in (0, 1))
-    assert found.probed[name].tensors[6:9] == tuple(f"{name}.2.{part}_proj.weight" for part in ("gate", "up", "down"))
+    assert found.probed[name].tensors[6:9] == tuple(
+        f"{name}.2.{part}_proj.weight" for part in ("gate", "up", "down")
+    )

@@ -1,4 +1,7 @@
-"""A damaged model directory is refused, with the names of its tensors. A model that is saved in another valid way is accepted."""
+"""A damaged model directory is refused, with the names of its tensors.
+
+A model that is saved in another valid way is accepted.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,9 @@ def narrow(tensors: Tensors) -> None:
 
 def classifier(folder: Path) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    LlamaForSequenceClassification(LlamaConfig(vocab_size=384, num_labels=1, pad_token_id=0, **sizes)).save_pretrained(
-        folder
-    )
+    LlamaForSequenceClassification(
+        LlamaConfig(vocab_size=384, num_labels=1, pad_token_id=0, **sizes)
+    ).save_pretrained(folder)
     return folder
 
 
@@ -71,7 +74,9 @@ def test_a_missing_output_head_is_refused_where_it_is_not_tied(tmp_path: Path) -
 
 def test_old_buffers_that_transformers_itself_ignores_are_taken(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    load_policy(rewritten(save_model(tmp_path / "model"), lambda tensors: tensors.update({name: torch.ones(16)})))
+    load_policy(
+        rewritten(save_model(tmp_path / "model"), lambda tensors: tensors.update({name: torch.ones(16)}))
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -108,7 +113,9 @@ def test_a_reward_model_lacks_nothing_and_holds_numbers(tmp_path: Path) -> None:
         load_reward_model(rewritten(biased, lambda tensors: tensors.update({"score.bias": torch.ones(1)})))
 
 
-def test_a_reward_model_may_still_carry_the_head_of_the_language_model_it_was_made_from(tmp_path: Path) -> None:
+def test_a_reward_model_may_still_carry_the_head_of_the_language_model_it_was_made_from(
+    tmp_path: Path,
+) -> None:
     folder = classifier(tmp_path / "model")
     head = {"lm_head.weight": torch.ones(384, 32)}
     assert load_reward_model(rewritten(folder, lambda tensors: tensors.update(head))).config.num_labels == 1

@@ -55,7 +55,9 @@ def test_the_packaged_model_answers() -> None:
     model, tokenizer = load_policy(folder), AutoTokenizer.from_pretrained(folder)
     assert model.dtype == torch.float32
     ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, return_tensors="pt"
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
     )["input_ids"]
     answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(answer[0, ids.shape[1] :])
@@ -73,5 +75,7 @@ def test_the_packaged_model_answers() -> None:
 )
 def test_whether_a_gpu_rounds_float32_is_known_after_every_setting(setting: str, expected: str) -> None:
     code = f"import torch; from lockstep.devices import cuda_rounds_float32; {setting}; print(cuda_rounds_float32())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.strip() == expected

@@ -1,7 +1,8 @@
-"""Code that comes with a model is never run, and nobody is asked whether to run it: not by one loader, and not by a command.
+"""Code that comes with a model is never run, and nobody is asked whether to run it: not by one loader, and not by a
+command.
 
-The model of these tests names a class of its own for everything that transformers can load. The class writes a file when its module
-is imported. A `y` lies on the standard input.
+The model of these tests names a class of its own for everything that transformers can load. The class writes a file
+when its module is imported. A `y` lies on the standard input.
 """
 
 from __future__ import annotations
@@ -40,7 +41,14 @@ REPOSITORY = Path(__file__).parents[2]
 LOADER = "src/lockstep/model_files.py"
 # Attributes that load files, which may bring code of their own.
 LOADS = ("from_pretrained", "from_config", "get_class_from_dynamic_module", "load_custom_generate")
-KINDS = ("Config", "Tokenizer", "Processor", "ImageProcessor", "ModelForCausalLM", "ModelForSequenceClassification")
+KINDS = (
+    "Config",
+    "Tokenizer",
+    "Processor",
+    "ImageProcessor",
+    "ModelForCausalLM",
+    "ModelForSequenceClassification",
+)
 
 
 @pytest.fixture
@@ -51,7 +59,9 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
     (folder / "custom_generate").mkdir()
     (folder / "custom_generate" / "generate.py").write_text((folder / "own.py").read_text())
-    names = {f"Auto{kind}": f"own.{kind}" for kind in KINDS} | {"AutoTokenizer": ["own.Tokenizer", "own.Tokenizer"]}
+    names = {f"Auto{kind}": f"own.{kind}" for kind in KINDS} | {
+        "AutoTokenizer": ["own.Tokenizer", "own.Tokenizer"]
+    }
     for name, known in (
         ("config.json", {"model_type": "own"}),
         ("tokenizer_config.json", {"tokenizer_class": "OwnTokenizer"}),
@@ -72,7 +82,9 @@ LOADERS: dict[str, Callable[[str], Any]] = {
     "image processor": lambda path: load_files(AutoImageProcessor, path),
     "processor": lambda path: load_files(AutoProcessor, path),
     "model": load_policy,
-    "model, though the call trusts it": lambda path: load_files(AutoModelForCausalLM, path, trust_remote_code=True),
+    "model, though the call trusts it": lambda path: load_files(
+        AutoModelForCausalLM, path, trust_remote_code=True
+    ),
     "reward model": load_reward_model,
     "transformers engine": lambda path: TransformersEngine(path, None, dtype=torch.float32, max_model_len=64),
     "cache of vLLM": lambda path: cpu_cache_bytes(path, torch.float32, 64, 1),
@@ -107,7 +119,9 @@ def test_no_command_runs_a_models_own_code_or_asks(
     assert "does not run such code" in said
 
 
-def test_a_known_family_loads_with_its_class_of_transformers_whatever_else_its_config_names(foreign: Path) -> None:
+def test_a_known_family_loads_with_its_class_of_transformers_whatever_else_its_config_names(
+    foreign: Path,
+) -> None:
     config = json.loads((foreign / "config.json").read_text())
     (foreign / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
     assert type(load_policy(str(foreign))).__name__ == "Qwen2ForCausalLM"
@@ -116,7 +130,9 @@ def test_a_known_family_loads_with_its_class_of_transformers_whatever_else_its_c
 
 def test_a_part_that_another_library_makes_from_a_config_is_refused_too(foreign: Path) -> None:
     # As vLLM makes the vision part of some families: without `trust_remote_code`.
-    config = GenerationConfig(auto_map={"AutoModelForCausalLM": "own.ModelForCausalLM"}, _name_or_path=str(foreign))
+    config = GenerationConfig(
+        auto_map={"AutoModelForCausalLM": "own.ModelForCausalLM"}, _name_or_path=str(foreign)
+    )
     config.name_or_path = str(foreign)
     seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
     with code_refused(), pytest.raises(ValueError, match="trust_remote_code"):
@@ -139,7 +155,9 @@ def test_weights_are_not_unpickled_as_anything_else(tmp_path: Path) -> None:
 
 
 def loads_of(tree: ast.AST, *, may_say: bool = True) -> list[str]:
-    """The places in a source that load files, as text. Those that say that the files' code is not trusted are left out if they
+    """The places in a source that load files, as text.
+
+    Those that say that the files' code is not trusted are left out if they
     may say so themselves."""
     safe = {
         id(node.func)
@@ -148,7 +166,9 @@ def loads_of(tree: ast.AST, *, may_say: bool = True) -> list[str]:
         and isinstance(node, ast.Call)
         and any(k.arg == "trust_remote_code" and ast.unparse(k.value) == "False" for k in node.keywords)
     }
-    named = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in LOADS and id(n) not in safe]
+    named = [
+        n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in LOADS and id(n) not in safe
+    ]
     asked = [
         n
         for n in ast.walk(tree)
@@ -157,7 +177,9 @@ def loads_of(tree: ast.AST, *, may_say: bool = True) -> list[str]:
         and any(isinstance(a, ast.Constant) and a.value in LOADS for a in n.args)
     ]
     names = {*LOADS, "pipeline"}
-    imported = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and names & {a.name for a in n.names}]
+    imported = [
+        n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and names & {a.name for a in n.names}
+    ]
     return [ast.unparse(node) for node in (*named, *asked, *imported)]
 
 

@@ -29,16 +29,27 @@ def quantised(path: str, dtype: torch.dtype = torch.float32, **fields: Any) -> A
 
 def adapted(model: Any, **fields: Any) -> Any:
     torch.manual_seed(0)
-    settings = {"r": 4, "target_modules": ["up_proj", "q_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    settings = {
+        "r": 4,
+        "target_modules": ["up_proj", "q_proj"],
+        "task_type": "CAUSAL_LM",
+        "init_lora_weights": False,
+    }
     return peft.get_peft_model(model, peft.LoraConfig(**settings, **fields))
 
 
-@pytest.mark.parametrize("fields", [{}, {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_values_are_those_that_a_layer_multiplies_with(
     untied_dir: str, dtype: torch.dtype, fields: dict[str, Any]
 ) -> None:
-    layer = quantised(untied_dir, dtype, bnb_4bit_compute_dtype=torch.float32, **fields).get_submodule(LAYER).train()
+    layer = (
+        quantised(untied_dir, dtype, bnb_4bit_compute_dtype=torch.float32, **fields)
+        .get_submodule(LAYER)
+        .train()
+    )
     assert is_quantised(layer.weight)
     values = dequantised(layer.weight)
     assert values.shape == (layer.out_features, layer.in_features)
@@ -63,7 +74,9 @@ def test_a_model_that_is_run_before_it_is_trained_keeps_its_gradients(untied_dir
 
 def test_weights_that_were_packed_for_inference_are_refused(untied_dir: str) -> None:
     model = adapted(quantised(untied_dir))
-    model.get_submodule(f"base_model.model.{LAYER}").base_layer.weight.quant_state.packing_format_for_cpu = True
+    model.get_submodule(
+        f"base_model.model.{LAYER}"
+    ).base_layer.weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(InputError, match="packed for inference"):
         prevent_packing(model)
     with pytest.raises(InputError, match="packed for inference"):
@@ -131,7 +144,9 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_quantization(four_bits(), peft.LoraConfig())
 
 
-def test_a_directory_with_weights_that_are_stored_quantised_is_refused(untied_dir: str, tmp_path: Path) -> None:
+def test_a_directory_with_weights_that_are_stored_quantised_is_refused(
+    untied_dir: str, tmp_path: Path
+) -> None:
     quantised(untied_dir).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="is quantised"):
         load_policy(str(tmp_path), {"quantization_config": four_bits()})

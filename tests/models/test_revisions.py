@@ -1,4 +1,7 @@
-"""One revision of a model is one directory, for the policy, its tokenizer and the engine. A folder plays the hub's cache."""
+"""One revision of a model is one directory, for the policy, its tokenizer and the engine.
+
+A folder plays the hub's cache.
+"""
 
 from __future__ import annotations
 

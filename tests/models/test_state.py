@@ -18,7 +18,16 @@ from lockstep.models.policy import keeps_state
 from lockstep.run import engine
 from lockstep.server.command import ServeOptions, command_line
 
-KEEPS_STATE = {"falcon_h1", "granitemoehybrid", "lfm2", "recurrent_gemma", "minimax", "mamba", "xlstm", "zamba2"}
+KEEPS_STATE = {
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+    "recurrent_gemma",
+    "minimax",
+    "mamba",
+    "xlstm",
+    "zamba2",
+}
 LONGER_LISTS = {
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
     "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention"]},
@@ -75,7 +84,9 @@ class TestRefusedOnVLLM:
         with pytest.raises(InputError, match="of the family apertus"):
             command_line(options)
 
-    def test_a_missing_kernel_of_this_machine_does_not_count_for_a_server_on_another(self, tmp_path: Path) -> None:
+    def test_a_missing_kernel_of_this_machine_does_not_count_for_a_server_on_another(
+        self, tmp_path: Path
+    ) -> None:
         refused.refuse_family(saved("jamba", tmp_path), elsewhere=True)
         with pytest.raises(InputError, match="of the family apertus"):
             refused.refuse_family(saved("apertus", tmp_path), elsewhere=True)

@@ -97,7 +97,8 @@ def test_one_that_differs_is_enough() -> None:
 
 
 def test_the_chance_of_a_false_alarm_is_as_stated() -> None:
-    # The probability that all n draws agree on a sequence s with p(s)^(n-1) <= alpha is at most alpha. Here this holds for every s.
+    # The probability that all n draws agree on a sequence s with p(s)^(n-1) <= alpha is at most alpha. Here this
+    # holds for every s.
     vocabulary, samples = 60_000, 3
     chance = vocabulary * (1 / vocabulary) ** samples
     assert chance <= 1e-9
@@ -156,7 +157,9 @@ def test_a_prompt_gets_a_seed_again_only_for_the_same_version() -> None:
 def test_the_canary_casts_each_weight_once_and_scores_as_ever(untied_dir: str) -> None:
     model, precision = load_policy(untied_dir), Precision(torch.bfloat16)
     sequences = canary_sequences(384, 512)
-    own = {n: completion_logps(model, ids[:1], ids[1:], Sampling(1), precision) for n, ids in sequences.items()}
+    own = {
+        n: completion_logps(model, ids[:1], ids[1:], Sampling(1), precision) for n, ids in sequences.items()
+    }
     layer = model.model.layers[0].mlp.up_proj.weight
 
     class Casts(TorchDispatchMode):

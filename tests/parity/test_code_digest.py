@@ -1,4 +1,6 @@
-"""The digest of a reward function changes with what the function computes in the user's own files, and with nothing else."""
+"""The digest of a reward function changes with what the function computes in the user's own files, and with nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,10 @@ def test_every_file_counts_whole_and_of_a_script_that_trains_what_the_function_u
     made = "lockstep.GRPOTrainer(reward_funcs=score, args=lockstep.GRPOConfig(max_steps=%s)).train(%s)"
     end = f"\nif __name__ == '__main__':\n    {made}\n"
     before = code_digest(load(TRAINS + FILE + end % (4, "")))
-    assert code_digest(load(TRAINS + FILE.replace(*unused) + end % (400, "resume_from_checkpoint=True"))) == before
+    assert (
+        code_digest(load(TRAINS + FILE.replace(*unused) + end % (400, "resume_from_checkpoint=True")))
+        == before
+    )
     for old, new in CHANGES.values():
         assert code_digest(load(TRAINS + FILE.replace(old, new) + end % (4, ""))) != before
 
@@ -194,7 +199,8 @@ def test_a_wrapper_of_a_built_in_function_has_a_digest() -> None:
     assert code_digest(reward) == code_digest(reward)
 
 
-# ---- what a reward of +2 or −2 may hide behind ------------------------------------------------------------------------
+# ---- what a reward of +2 or −2 may hide behind
+# ------------------------------------------------------------------------
 
 # By kind: a reward of +2 that is reached in this way. A second file stands behind `# beside`. Every `2` becomes `-2`.
 HIDDEN_TEXT = """
@@ -352,7 +358,9 @@ def value():
 """
 HIDDEN = {
     title: tuple(f"{text}\n# beside\n".split("\n# beside\n")[:2])
-    for title, text in re.findall(r"^# (?!beside)(.+)\n((?:(?!# (?!beside)).*\n)+)", HIDDEN_TEXT, re.MULTILINE)
+    for title, text in re.findall(
+        r"^# (?!beside)(.+)\n((?:(?!# (?!beside)).*\n)+)", HIDDEN_TEXT, re.MULTILINE
+    )
 }
 CALLED = "\n\ndef score(completions, **_):\n    return [value() for _ in completions]\n"
 
@@ -379,7 +387,10 @@ def test_no_reward_is_turned_unseen(load: Any, what: str, script: bool) -> None:
 OUTSIDE: dict[str, tuple[str, str]] = {
     "a global of another file": ("import helper_of_rewards as h\nvalue = lambda: h.SIGN", "SIGN = 2"),
     "a table of another file": ("import helper_of_rewards as h\nvalue = lambda: h.T['a']", "T = {'a': 2}"),
-    "a function of another file": ("import helper_of_rewards as h\nvalue = lambda: h.of()", "def of():\n    return 2"),
+    "a function of another file": (
+        "import helper_of_rewards as h\nvalue = lambda: h.of()",
+        "def of():\n    return 2",
+    ),
 }
 
 
@@ -469,7 +480,8 @@ def test_the_files_of_a_command_count(tmp_path: Path, monkeypatch: pytest.Monkey
     assert code_digest("python agent.py --fast") != before
 
 
-# ---- the user's own code, and installed code ---------------------------------------------------------------------------
+# ---- the user's own code, and installed code
+# ---------------------------------------------------------------------------
 
 PACKAGE = "class Base:\n    size = 1\n\ndef helped(x):\n    return Base.size + x\n"
 
@@ -481,12 +493,18 @@ def write_package(folder: Path, name: str, kind: str) -> str:
     file.write_text(PACKAGE)
     facts = folder / f"{name}-1.0.{'dist-info' if kind in ('pip', 'editable') else 'egg-info'}"
     facts.mkdir()
-    (facts / ("METADATA" if kind in ("pip", "editable") else "PKG-INFO")).write_text(f"Name: {name}\nVersion: 1.0\n")
+    (facts / ("METADATA" if kind in ("pip", "editable") else "PKG-INFO")).write_text(
+        f"Name: {name}\nVersion: 1.0\n"
+    )
     if kind == "pip":
-        (facts / "RECORD").write_text(f"{name}/__init__.py,sha256=x,1\n{facts.name}/RECORD,,\n../../../bin/x,,\n")
+        (facts / "RECORD").write_text(
+            f"{name}/__init__.py,sha256=x,1\n{facts.name}/RECORD,,\n../../../bin/x,,\n"
+        )
     elif kind == "editable":
         (facts / "RECORD").write_text(f"__editable__.{name}.pth,,\n{name},,\n")
-        (facts / "direct_url.json").write_text(json.dumps({"dir_info": {"editable": True}, "url": "file:///x"}))
+        (facts / "direct_url.json").write_text(
+            json.dumps({"dir_info": {"editable": True}, "url": "file:///x"})
+        )
     elif kind == "a project's folder":
         (facts / "SOURCES.txt").write_text(f"{name}/__init__.py\n")
     (facts / "top_level.txt").write_text(f"{name}\n")
@@ -515,8 +533,12 @@ def test_what_is_installed_is_what_python_knows_wherever_it_lies(
     assert not is_installed(str(beside))
 
 
-def test_python_and_lockstep_and_packages_are_not_the_users_and_a_file_with_such_a_name_is(tmp_path: Path) -> None:
-    assert not any(map(is_users, (json.loads, Path, pytest.fixture, torch.nn.Linear, len, lockstep.GRPOTrainer)))
+def test_python_and_lockstep_and_packages_are_not_the_users_and_a_file_with_such_a_name_is(
+    tmp_path: Path,
+) -> None:
+    assert not any(
+        map(is_users, (json.loads, Path, pytest.fixture, torch.nn.Linear, len, lockstep.GRPOTrainer))
+    )
     assert is_users(score_of_here)
     assert is_users(Counting)
     for name in ("json.py", "torch.py"):
@@ -545,7 +567,9 @@ def test_a_package_outside_of_this_environment_is_not_read(
     file = Path(write_package(tmp_path / "system", "package_for_digest", "pip"))
     monkeypatch.syspath_prepend(str(tmp_path / "system"))
     monkeypatch.delitem(sys.modules, "package_for_digest", raising=False)
-    text = "import package_for_digest\n" + FILE.replace("helper_of_rewards.helped", "package_for_digest.helped")
+    text = "import package_for_digest\n" + FILE.replace(
+        "helper_of_rewards.helped", "package_for_digest.helped"
+    )
     before = code_digest(load(text))
     file.write_text(PACKAGE.replace("size = 1", "size = 2"), encoding="utf-8")
     del sys.modules["package_for_digest"]
@@ -553,8 +577,12 @@ def test_a_package_outside_of_this_environment_is_not_read(
 
 
 def test_each_file_is_read_and_parsed_once(load: Any) -> None:
-    many = FILE + "".join(f"class C{i}(Table):\n    def at(self, x):\n        return x\n\n" for i in range(30))
-    score = load(many.replace("return Table().at(x)", "return " + " + ".join(f"C{i}().at(x)" for i in range(30))))
+    many = FILE + "".join(
+        f"class C{i}(Table):\n    def at(self, x):\n        return x\n\n" for i in range(30)
+    )
+    score = load(
+        many.replace("return Table().at(x)", "return " + " + ".join(f"C{i}().at(x)" for i in range(30)))
+    )
     read: Counter[str] = Counter()
     real, parsed = Path.read_bytes, ast.parse
 

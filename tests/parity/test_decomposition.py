@@ -107,7 +107,9 @@ def test_what_was_put_into_a_completion_has_no_part_in_an_explanation(stage: Sta
     first = completions[0]
     place = first.sampled_places[-1]
     assert place > len(first.sampled_places)
-    wrong = replace(first, logprobs=(*first.logprobs[:place], first.logprobs[place] - 3, *first.logprobs[place + 1 :]))
+    wrong = replace(
+        first, logprobs=(*first.logprobs[:place], first.logprobs[place] - 3, *first.logprobs[place + 1 :])
+    )
     found = explained(stage, [wrong])
     assert found.parts.defect == pytest.approx(3 / len(first.sampled_places), rel=0.01)
     assert "asked again it agrees" in found.cause
@@ -119,8 +121,12 @@ def test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_
     stage: Stage, dtype: torch.dtype, judge: str
 ) -> None:
     # Eight completions of one prompt, as a run of the recipe in bf16 had them. Logits over 32 are rounded to quarters.
-    logps = torch.tensor([[-0.13, -0.56, 0.0]] * 4 + [[-0.13, -1.06, 0.0]] * 2 + [[-2.13, 0.0, 0.0]] * 2).flatten()
-    policy = torch.tensor([[-0.08, -0.96, 0.0]] * 4 + [[-0.08, -0.71, 0.0]] * 2 + [[-2.58, 0.0, 0.0]] * 2).flatten()
+    logps = torch.tensor(
+        [[-0.13, -0.56, 0.0]] * 4 + [[-0.13, -1.06, 0.0]] * 2 + [[-2.13, 0.0, 0.0]] * 2
+    ).flatten()
+    policy = torch.tensor(
+        [[-0.08, -0.96, 0.0]] * 4 + [[-0.08, -0.71, 0.0]] * 2 + [[-2.58, 0.0, 0.0]] * 2
+    ).flatten()
     size = 0.45 if dtype == torch.bfloat16 else 4e-4
     gap = measure_gap(logps * size / 0.45, policy * size / 0.45, [f"a#{i}" for i in range(8)], [3] * 8)
     longest = max(stage.sample(stage.sampling()), key=lambda c: len(c.token_ids))
@@ -128,7 +134,9 @@ def test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_
     proofs = stage.trainer.proofs
     with (
         patch.object(proofs, "tail", GapTail(tolerance(dtype, dtype))),
-        patch.multiple(proofs, pool=PooledGap(), _evaluated_pool=PooledGap(), _judged_version=-1, _bets=False),
+        patch.multiple(
+            proofs, pool=PooledGap(), _evaluated_pool=PooledGap(), _judged_version=-1, _bets=False
+        ),
         # It would set the limits of this engine's dtype.
         patch.object(proofs, "measure_limits", lambda *_, **__: None),
     ):
@@ -205,7 +213,9 @@ def test_older_tokens_are_staleness(stage: Stage) -> None:
     assert "older weights" in found.cause
 
 
-def test_old_tokens_that_are_as_they_should_be_neither_hide_a_defect_nor_are_blamed_for_it(stage: Stage) -> None:
+def test_old_tokens_that_are_as_they_should_be_neither_hide_a_defect_nor_are_blamed_for_it(
+    stage: Stage,
+) -> None:
     old = stage.sample(stage.sampling())
     with stage.moved(0.05):
         stage.push()

@@ -21,7 +21,10 @@ LOGITS = torch.randn(8, generator=torch.Generator().manual_seed(0))
         ({}, []),
         ({"temperature": 0.7}, ["the raw distribution"]),
         ({"top_p": 0.9}, ["a distribution without top_k, top_p and min_p"]),
-        ({"top_k": 3, "temperature": 0.7}, ["a distribution without top_k, top_p and min_p", "the raw distribution"]),
+        (
+            {"top_k": 3, "temperature": 0.7},
+            ["a distribution without top_k, top_p and min_p", "the raw distribution"],
+        ),
         ({"grammar": Grammar("regex", "a")}, ["a distribution without the grammar"]),
         (
             {"repetition_penalty": 1.2, "presence_penalty": 0.3},
@@ -50,7 +53,11 @@ def test_penalties_count_the_ids_that_the_name_says() -> None:
 
     cases = {
         "vllm": (whole, [3, 4, 5], "vllm"),
-        "completion": (others["a distribution whose repetition_penalty does not count the prompt"], [4, 5], "vllm"),
+        "completion": (
+            others["a distribution whose repetition_penalty does not count the prompt"],
+            [4, 5],
+            "vllm",
+        ),
         "all": (others["a distribution whose penalties count the prompt"], [3, 4, 5], "all"),
     }
     for distribution, seen, kind in cases.values():

@@ -30,7 +30,9 @@ def draws_of(logits: torch.Tensor, tokens: torch.Tensor) -> TokenDraws:
 
 
 def rows_like_text(count: int, seed: int, vocabulary: int = 500) -> torch.Tensor:
-    """(count, V) logits that fall with the logarithm of the rank, some steeply and some not, as those of language models do."""
+    """(count, V) logits that fall with the logarithm of the rank, some steeply and some not, as those of language
+    models do.
+    """
     generator = torch.Generator().manual_seed(seed)
     slopes = 0.9 + 3 * torch.rand(count, 1, generator=generator) ** 1.5
     noise = torch.randn(count, vocabulary, generator=generator)
@@ -100,7 +102,10 @@ def test_a_clean_run_raises_no_alarm_however_its_trainer_rounds(rounding: float)
 
 
 def test_a_difference_between_trainer_and_engine_is_no_fault_of_the_draws() -> None:
-    """The bets are compared with what the engine reported. Compared with the trainer's own log-probs they would win here."""
+    """The bets are compared with what the engine reported.
+
+    Compared with the trainer's own log-probs they would win here.
+    """
     torch.manual_seed(0)
     logits = rows_like_text(8000, 0)
     chosen = honest(logits.softmax(-1))

@@ -1,4 +1,6 @@
-"""A mixture of experts on real vLLM: pushed, probed expert by expert, trained and routed alike, and refused if unpacked."""
+"""A mixture of experts on real vLLM: pushed, probed expert by expert, trained and routed alike, and refused if
+unpacked.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def explained(stage: Stage) -> Decomposition:
     wrong = replace(first, logprobs=(*first.logprobs[:-1], first.logprobs[-1] - 3))
     single = tolerance(torch.float32, torch.float32)
     distribution, probe = Distribution(stage.sampling()), stage.trainer.proofs.probe
-    return decompose(stage.model, stage.engine, [wrong], distribution, stage.precision, probe, stage.version, single)
+    return decompose(
+        stage.model, stage.engine, [wrong], distribution, stage.precision, probe, stage.version, single
+    )
 
 
 def test_in_bf16_a_gap_names_routing_and_in_fp32_it_does_not(

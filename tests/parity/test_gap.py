@@ -40,7 +40,9 @@ def test_few_tokens_are_held_to_the_largest_gap_at_once_and_to_the_means_when_th
     assert over_limits(PooledGap().add(replace(one, max_abs=math.nan), half), half)
     # A small gap on every token is detected after enough steps have been collected.
     steps = [
-        over_limits(pool.add(measure_gap(torch.full((16,), -1.3), torch.full((16,), -1.0), ["a#0"], [16]), half), half)
+        over_limits(
+            pool.add(measure_gap(torch.full((16,), -1.3), torch.full((16,), -1.0), ["a#0"], [16]), half), half
+        )
         for _ in range(16)
     ]
     assert [bool(found) for found in steps] == [False] * 15 + [True]

@@ -58,7 +58,11 @@ def test_an_engine_must_be_able_to_sample_what_the_run_asks_for() -> None:
     able = replace(ACTUAL, kept_ids=True, structured_outputs="xgrammar")
     for sampling, lacking, named in (
         (Sampling(9, min_p=0.1), {"kept_ids": False}, "kept_ids .* is False in the engine"),
-        (Sampling(9, grammar=Grammar("regex", "a")), {"structured_outputs": "auto"}, "structured_outputs is 'auto'"),
+        (
+            Sampling(9, grammar=Grammar("regex", "a")),
+            {"structured_outputs": "auto"},
+            "structured_outputs is 'auto'",
+        ),
     ):
         asked = replace(EXPECTED, sampling=sampling)
         check_settings(asked, able)
@@ -68,7 +72,10 @@ def test_an_engine_must_be_able_to_sample_what_the_run_asks_for() -> None:
 
 
 def test_a_run_that_names_more_ids_than_the_engine_takes_is_refused_at_its_start() -> None:
-    asked, limits = replace(EXPECTED, sampling=Sampling(9, allowed_token_ids=(4, 5))), {"allowed_token_ids": 1}
+    asked, limits = (
+        replace(EXPECTED, sampling=Sampling(9, allowed_token_ids=(4, 5))),
+        {"allowed_token_ids": 1},
+    )
     check_settings(asked, replace(ACTUAL, request_limits={"allowed_token_ids": 2}))
     with pytest.raises(InputError, match="allowed_token_ids names 2 ids; the engine takes at most 1"):
         check_settings(asked, replace(ACTUAL, request_limits=limits))

@@ -1,4 +1,6 @@
-"""The proof of kept sets accepts every set that rounding explains, and names the filter that an engine did not apply."""
+"""The proof of kept sets accepts every set that rounding explains, and names the filter that an engine did not
+apply.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ FILTERS = {
     "top_k": Sampling(8, top_k=6),
     "top_p": Sampling(8, top_p=0.7),
     "min_p": Sampling(8, min_p=0.08),
-    "all": Sampling(8, top_k=30, top_p=0.8, min_p=0.01, temperature=1.3, repetition_penalty=1.3, min_tokens=3),
+    "all": Sampling(
+        8, top_k=30, top_p=0.8, min_p=0.01, temperature=1.3, repetition_penalty=1.3, min_tokens=3
+    ),
 }
 
 
@@ -56,7 +60,13 @@ def sampled(model: PreTrainedModel, sampling: Sampling, seed: int = 0) -> Comple
         sets.append(KeptIds(kept, [len(kept)]))
         ids.append(int(torch.multinomial(scores.softmax(-1), 1)))
     return Completion(
-        RequestKey("p", seed), prompt, ids, np.zeros(8), np.full(8, 3), "length", kept_ids=joined_kept_ids(sets)
+        RequestKey("p", seed),
+        prompt,
+        ids,
+        np.zeros(8),
+        np.full(8, 3),
+        "length",
+        kept_ids=joined_kept_ids(sets),
     )
 
 
@@ -66,13 +76,18 @@ def tokens_of(model: PreTrainedModel, completion: Completion) -> list[KeptToken]
     prompt, ids = completion.prompt_ids.tolist(), completion.token_ids.tolist()
     logits = sequence_logits(model, [*prompt, *ids])[len(prompt) - 1 :]
     return [
-        KeptToken(str(completion.key), i, logits[i], prompt, ids[:i], None, completion.kept_ids.part(i, i + 1).ids)
+        KeptToken(
+            str(completion.key), i, logits[i], prompt, ids[:i], None, completion.kept_ids.part(i, i + 1).ids
+        )
         for i in range(len(ids))
     ]
 
 
 def check(
-    model: PreTrainedModel, sampling: Sampling, completions: list[Completion], dtype: torch.dtype = torch.float32
+    model: PreTrainedModel,
+    sampling: Sampling,
+    completions: list[Completion],
+    dtype: torch.dtype = torch.float32,
 ) -> KeptSetStats:
     """What the proof finds about completions of a generation."""
     limit = tolerance(dtype, dtype)
@@ -162,7 +177,9 @@ def test_in_half_precision_the_rounding_of_honest_sets_is_far_below_its_limits(
 @pytest.mark.parametrize("name", ONE_SIDED)
 def test_in_half_precision_a_filter_of_one_side_alone_is_found(model: PreTrainedModel, name: str) -> None:
     asked, done = ONE_SIDED[name]
-    with pytest.raises(ProofError, match=r"applies .*(top_k|top_p|min_p).* in another way than the run asks for"):
+    with pytest.raises(
+        ProofError, match=r"applies .*(top_k|top_p|min_p).* in another way than the run asks for"
+    ):
         in_half_precision(model, Sampling(8, **asked), Sampling(8, **{**asked, **done}))
 
 
@@ -202,7 +219,8 @@ def test_bounds_enclose_the_set_of_any_logits_within_rounding(
         lowest, missing = float(logits[kept].min()), float(logits[~kept].max())
         assert lowest >= last.possible
         assert missing < last.sure
-        # The smallest rounding that explains the set is one that does, and it is not larger than the one that was drawn.
+        # The smallest rounding that explains the set is one that does, and it is not larger than the one that was
+        # drawn.
         enough = bounds.rounding_for(lowest, missing, 2 * rounding)
         assert enough <= rounding * 1.01
         explained = bounds.after(enough)[-1]
@@ -255,7 +273,9 @@ def test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault(
         logits = np.random.default_rng(seed).normal(0, spread, ids)
         p = np.exp(logits - logits.max())
         kept = search(p / p.sum(), 0.9)
-        exact, found = (FilterBounds(logits, sampling, searched=searched).after(1e-9)[-1] for searched in (False, True))
+        exact, found = (
+            FilterBounds(logits, sampling, searched=searched).after(1e-9)[-1] for searched in (False, True)
+        )
         assert logits[kept].min() >= found.possible
         assert logits[~kept].max() < found.sure
         differing += not (logits[kept].min() >= exact.possible and logits[~kept].max() < exact.sure)
@@ -264,7 +284,8 @@ def test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault(
 
 
 @pytest.mark.parametrize(
-    ("case", "compared"), [("fresh", True), ("older weights", False), ("a later step", False), ("far away", False)]
+    ("case", "compared"),
+    [("fresh", True), ("older weights", False), ("a later step", False), ("far away", False)],
 )
 def test_only_sets_of_the_weights_at_hand_are_compared(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, case: str, compared: bool

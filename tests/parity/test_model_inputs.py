@@ -1,4 +1,6 @@
-"""The model's own files are inputs of a run: what they mean is compared, and a file that is only written again is the same."""
+"""The model's own files are inputs of a run: what they mean is compared, and a file that is only written again is the
+same.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,8 @@ def another_end(content: dict[str, Any]) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "norm": (edit("config.json", lambda c: c.update(rms_norm_eps=1e-3)), r"config.json \(rms_norm_eps was 1e-06, is 0.001"),
+    "norm": (edit("config.json", lambda c: c.update(rms_norm_eps=1e-3)), r"config.json \(rms_norm_eps was "
+                                                                         r"1e-06, is 0.001"),
     "activation": (edit("config.json", lambda c: c.update(hidden_act="gelu")), r"config.json \(hidden_act was 'silu'"),
     "positions": (
         edit("config.json", lambda c: c["rope_parameters"].update(rope_theta=5.0)),
@@ -117,13 +120,18 @@ def written_again(folder: Path) -> None:
 
 
 def saved_again(folder: Path) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), load_tokenizer(str(folder))
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
+        load_tokenizer(str(folder)),
+    )
     model.save_pretrained(folder, max_shard_size="60KB")
     tokenizer.save_pretrained(folder)
 
 
 def by_another_version(content: dict[str, Any]) -> None:
-    content.update(transformers_version="5.18.2", _name_or_path="/elsewhere", dtype="bfloat16", architectures=None)
+    content.update(
+        transformers_version="5.18.2", _name_or_path="/elsewhere", dtype="bfloat16", architectures=None
+    )
     content["rope_theta"] = content.pop("rope_parameters")["rope_theta"]
 
 
@@ -147,7 +155,9 @@ def test_every_part_of_a_tokenizer_counts() -> None:
     found = []
     for change in (
         lambda t: None,
-        lambda t: setattr(t.backend_tokenizer, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        lambda t: setattr(
+            t.backend_tokenizer, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)
+        ),
         lambda t: setattr(t.backend_tokenizer, "normalizer", normalizers.Lowercase()),
         lambda t: setattr(t.backend_tokenizer, "decoder", decoders.Fuse()),
         lambda t: t.add_tokens(["<|more|>"]),
@@ -181,18 +191,22 @@ def test_the_loss_of_routers_counts_although_no_engine_needs_it() -> None:
     before = config_meaning(config)
     config.router_aux_loss_coef = 0.7
     assert (
-        "router_aux_loss_coef" in changed_meaning({"a": before}, {"a": config_meaning(config)}, same_libraries=True)[0]
+        "router_aux_loss_coef"
+        in changed_meaning({"a": before}, {"a": config_meaning(config)}, same_libraries=True)[0]
     )
 
 
-# ---- the digest of a base -----------------------------------------------------------------------------------------------
+# ---- the digest of a base
+# -----------------------------------------------------------------------------------------------
 
 
 def lora(model: Any, **fields: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], **fields))
 
 
-def test_a_base_has_one_digest_wherever_it_lies_and_whatever_adapter_is_on_it(saved: Path, folder: Path) -> None:
+def test_a_base_has_one_digest_wherever_it_lies_and_whatever_adapter_is_on_it(
+    saved: Path, folder: Path
+) -> None:
     wanted = base_digest(load_policy(str(saved)))
     load_policy(str(folder)).save_pretrained(folder, max_shard_size="60KB")
     for model in (load_policy(str(folder)), lora(load_policy(str(folder)), modules_to_save=["lm_head"])):
@@ -243,7 +257,8 @@ def test_the_digest_is_the_same_in_every_version() -> None:
     assert base_digest(module) == "5259a4fec809572578127d8f092cc247"
 
 
-# ---- where a run computes -----------------------------------------------------------------------------------------------
+# ---- where a run computes
+# -----------------------------------------------------------------------------------------------
 
 
 def test_versions_the_device_and_threads_are_compared_and_a_receipt_without_them_is_not() -> None:

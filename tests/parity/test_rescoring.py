@@ -55,7 +55,11 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() * leaf.element_size() for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        sizes = [
+            leaf.numel() * leaf.element_size()
+            for leaf in tree_leaves(found)
+            if isinstance(leaf, torch.Tensor)
+        ]
         self.bytes = max([self.bytes, *sizes])
         return found
 
@@ -91,7 +95,9 @@ def test_chunks_of_rows_give_the_same_log_probs(
     torch.testing.assert_close(by_row[found], whole[found], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(80, min_tokens=2), Sampling(80, grammar=Grammar("regex", "a+"))])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(80, min_tokens=2), Sampling(80, grammar=Grammar("regex", "a+"))]
+)
 def test_settings_that_need_more_than_themselves_are_not_scored_without_it(
     model: PreTrainedModel, sampling: Sampling
 ) -> None:

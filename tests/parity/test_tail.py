@@ -58,7 +58,9 @@ def test_clean_steps_of_any_size_pass_from_the_first_on(scale: float) -> None:
     tail = GapTail(HALF)
     for seed, tokens in enumerate([8, 100, 100, 500, 500, 2_000, 200_000, 500, 8]):
         stats = drawn(scale, tokens, seed)
-        assert not [over for over in over_limits(stats, tail.limit) if not over.startswith("mean") or scale < 0.1]
+        assert not [
+            over for over in over_limits(stats, tail.limit) if not over.startswith("mean") or scale < 0.1
+        ]
         tail.passed(stats)
 
 

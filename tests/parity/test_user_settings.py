@@ -76,7 +76,7 @@ def request(sampling: Sampling) -> GenerationRequest:
     return GenerationRequest(RequestKey("train/0", 0), [7, 8], sampling, 0)
 
 
-# ---- requests -------------------------------------------------------------------------------------------------------
+# ---- requests ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LOST)
@@ -93,7 +93,12 @@ def test_a_request_that_lacks_a_setting_is_refused(tmp_path: Path, name: str) ->
 def test_a_request_with_a_setting_that_nobody_asked_for_is_refused(tmp_path: Path) -> None:
     proof = proof_of(tmp_path)
     proof.check_request(request(Sampling(256)))
-    for extra in ({"top_k": 3}, {"grammar": Grammar("regex", "a")}, {"stop": ("x",)}, {"allowed_token_ids": (1, 2)}):
+    for extra in (
+        {"top_k": 3},
+        {"grammar": Grammar("regex", "a")},
+        {"stop": ("x",)},
+        {"allowed_token_ids": (1, 2)},
+    ):
         with pytest.raises(ProofError, match="settings"):
             proof.check_request(request(Sampling(256, **extra)))  # type: ignore[arg-type]
 
@@ -115,7 +120,9 @@ def test_the_settings_of_every_way_to_ask_are_read(tmp_path: Path) -> None:
     assert pairs.max_tokens == 9
 
 
-def test_a_run_whose_config_loses_a_setting_does_not_start(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_a_run_whose_config_loses_a_setting_does_not_start(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     def losing(*given: Any) -> Sampling:
         return replace(sampling_of(*given), temperature=1.0)
 
@@ -132,12 +139,13 @@ def test_a_temperature_that_is_set_after_the_trainer_was_made_is_refused(
     run = methods.make("GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, "max_steps": 1})
     run.args.temperature = 0.5
     with pytest.raises(
-        ProofError, match=r"(?s)has temperature=0\.5; the user has asked for 1\.0.*set the fields when the config"
+        ProofError,
+        match=r"(?s)has temperature=0\.5; the user has asked for 1\.0.*set the fields when the config",
     ):
         run.train()
 
 
-# ---- answers --------------------------------------------------------------------------------------------------------
+# ---- answers -----------------------------------------------------------------------------------------------------
 
 
 def completion(ids: list[int], reason: str, sampled: list[bool] | None = None) -> Completion:
@@ -185,7 +193,7 @@ def test_thinking_is_interrupted_where_the_user_has_asked_for_it(
     assert found is None if says is None else says in (found or "")
 
 
-# ---- rewards --------------------------------------------------------------------------------------------------------
+# ---- rewards -----------------------------------------------------------------------------------------------------
 
 
 def test_a_reward_is_the_sum_of_its_scores_with_the_users_weights(tmp_path: Path) -> None:
@@ -200,7 +208,7 @@ def test_a_reward_is_the_sum_of_its_scores_with_the_users_weights(tmp_path: Path
     assert weighted_sum([None, 0.0], (2.0,)) == 0.0
 
 
-# ---- the loss -------------------------------------------------------------------------------------------------------
+# ---- the loss ----------------------------------------------------------------------------------------------------
 
 DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "temperature": {},
@@ -218,7 +226,11 @@ def test_the_definition_of_a_log_prob_is_that_of_the_engines(case: str) -> None:
     settings = DISTRIBUTIONS[case]
     prompt, before = [1, 3, 3], [4, 5, 5, 3]
     found = logprob(logits.numpy(), 4, 0.7, prompt=prompt, before=before, **settings)
-    names = {"repetition": "repetition_penalty", "presence": "presence_penalty", "frequency": "frequency_penalty"}
+    names = {
+        "repetition": "repetition_penalty",
+        "presence": "presence_penalty",
+        "frequency": "frequency_penalty",
+    }
     fields = {names[n]: v for n, v in settings.items() if n in names}
     bias, allowed = settings.get("bias", {}), settings.get("allowed")
     sampling = Sampling(
@@ -272,6 +284,8 @@ def test_the_loss_has_the_temperature_that_the_user_has_asked_for(
         if not fault:
             run.train()
         else:
-            with pytest.raises(ProofError, match=r"temperature.*at the temperature 0\.8 that the user has asked for"):
+            with pytest.raises(
+                ProofError, match=r"temperature.*at the temperature 0\.8 that the user has asked for"
+            ):
                 run.train()
     assert looked

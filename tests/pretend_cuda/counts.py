@@ -1,7 +1,7 @@
 """Counts what keeps a GPU from working: where the host waits for it, and what a push copies over the host.
 
-`make gpu-counts` runs this file: it trains on the pretend GPU, prints a table of what is asked and what was counted, and the places
-of each row that is over. `test_runs.py` holds each row. Seconds cannot be counted here.
+`make gpu-counts` runs this file: it trains on the pretend GPU, prints a table of what is asked and what was counted,
+and the places of each row that is over. `test_runs.py` holds each row. Seconds cannot be counted here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 Places = Counter[str]
 # The models of the two runs, which differ in their numbers of tensors alone.
 FEW, MANY = "text", "deep"
-# With this seed the model's backward is proven at the first step in both ways: by a drawn sum, and by a part of the step.
+# With this seed the model's backward is proven at the first step in both ways: by a drawn sum, and by a part of the
+# step.
 _SEED = 40
 _FIELDS = {"per_device_train_batch_size": 8, "max_steps": 2, "seed": _SEED}
 PROOF = "the proof of the model's backward"
@@ -74,13 +75,17 @@ class Counted:
         places: Places = Counter()
         for event in self.events:
             if event.kind in WAITS and wanted(event):
-                places[f"{event.place} ({event.kind}, {event.part or event.phase or 'between phases'})"] += event.count
+                places[f"{event.place} ({event.kind}, {event.part or event.phase or 'between phases'})"] += (
+                    event.count
+                )
         return places
 
     def of_worst_step(self, wanted: Callable[[Event], bool]) -> Places:
         """The waits of the step that has the most of them."""
         steps = sorted({event.step for event in self.events})
-        of_steps = [self.waits(lambda event, step=step: event.step == step and wanted(event)) for step in steps]  # type: ignore[misc]
+        of_steps = [
+            self.waits(lambda event, step=step: event.step == step and wanted(event)) for step in steps
+        ]  # type: ignore[misc]
         return max(of_steps, key=Counter.total)
 
     def of_last_push(self) -> list[Event]:
@@ -122,7 +127,9 @@ def _of_learning(parts: tuple[str, ...]) -> Callable[[Counted, Counted], tuple[f
     return count
 
 
-def _of_worst(wanted: Callable[[Event], bool], which: int) -> Callable[[Counted, Counted], tuple[float, Places]]:
+def _of_worst(
+    wanted: Callable[[Event], bool], which: int
+) -> Callable[[Counted, Counted], tuple[float, Places]]:
     def count(*runs: Counted) -> tuple[float, Places]:
         places = runs[which].of_worst_step(wanted)
         return places.total(), places
@@ -341,7 +348,9 @@ def main() -> None:
         log, names = runs.begin(), ["ipc", "counts", "digests", "launches"]
         runs.save_models(folder)
         runs.run_all(folder, names, log)
-        ipc, found, *others = (json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in names)
+        ipc, found, *others = (
+            json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in names
+        )
     for each in (ipc, found, *others):
         if "error" in each:
             sys.exit(each["error"])

@@ -1,4 +1,5 @@
-"""Digests of pushes on this device: what they are, where the host waits for them, and the bytes that come to main memory.
+"""Digests of pushes on this device: what they are, where the host waits for them, and the bytes that come to main
+memory.
 
 `runs.py` calls it on the pretend GPU, and `test_runs.py` reads the result.
 """
@@ -34,7 +35,9 @@ _KEY = 7
 
 
 class Counted:
-    """What a block of code has let the host wait for, by place; the bytes that came from the device; the operations there."""
+    """What a block of code has let the host wait for, by place; the bytes that came from the device; the operations
+    there.
+    """
 
     def __init__(self) -> None:
         self.waits: Counter[str] = Counter()
@@ -121,7 +124,9 @@ class OverNCCL(HoldsNothing):
 
 
 class _Delivered(NCCLTransport):
-    def _broadcast(self, listener: Any, size: Any, secret: Any, raw: Iterable[torch.Tensor], pending: Any) -> None:
+    def _broadcast(
+        self, listener: Any, size: Any, secret: Any, raw: Iterable[torch.Tensor], pending: Any
+    ) -> None:
         listener.close()
         self.raw = [part.clone() for part in raw]
 
@@ -164,7 +169,12 @@ def _pushes(model: Any, engine: Any) -> dict[str, Any]:
         with counted() as found:
             record = push_weights(model, engine, version)
         rows.append(
-            {"waits": dict(found.waits), "bytes": found.bytes, "sent": record.sent_bytes, "full": record.in_full}
+            {
+                "waits": dict(found.waits),
+                "bytes": found.bytes,
+                "sent": record.sent_bytes,
+                "full": record.in_full,
+            }
         )
     keys = [key for key in engine.keys if key is not None]
     return {"pushes": rows, "keys": len(keys), "different": len(set(keys))}

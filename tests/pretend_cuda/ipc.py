@@ -1,10 +1,11 @@
 """Pushes over CUDA IPC between two processes that have the pretend GPU.
 
-A CPU build of PyTorch has no CUDA IPC. **Stand-ins** take the place of the two functions that `weights/wire/cuda_ipc.py` calls,
-`_share_cuda_` and `_new_shared_cuda`: a file that both processes map stands for the GPU's memory. Everything else is the code that
-would run beside a GPU.
+A CPU build of PyTorch has no CUDA IPC. **Stand-ins** take the place of the two functions that
+`weights/wire/cuda_ipc.py` calls, `_share_cuda_` and `_new_shared_cuda`: a file that both processes map stands for the
+GPU's memory. Everything else is the code that would run beside a GPU.
 
-The second process is a fork: what it would import is a seventh of the suite's time. CUDA itself does not survive a fork.
+The second process is a fork: what it would import is a seventh of the suite's time. CUDA itself does not survive a
+fork.
 """
 
 from __future__ import annotations
@@ -65,15 +66,20 @@ def crossed(log: Any) -> int:
 def waits_of_slots(log: Any) -> int:
     """How often the host has waited for its stream before it told the other process of a chunk."""
     return sum(
-        n for (kind, _, place, _), n in log.events.items() if kind == "sync" and "wire/shared_memory.py" in place
+        n
+        for (kind, _, place, _), n in log.events.items()
+        if kind == "sync" and "wire/shared_memory.py" in place
     )
 
 
-# ---- the second process: a server's worker ---------------------------------------------------------------------------
+# ---- the second process: a server's worker -----------------------------------------------------------------------
 
 
 class Worker:
-    """Does what a server's worker does in a push (`engines/vllm/port/receive.py`). A dictionary stands for vLLM's model."""
+    """Does what a server's worker does in a push (`engines/vllm/port/receive.py`).
+
+    A dictionary stands for vLLM's model.
+    """
 
     def __init__(self) -> None:
         import torch
@@ -95,7 +101,12 @@ class Worker:
         self._log.clear()
         self._held.open()
         taken = self._held.accepts_base(info["base"])
-        names = {"push": info["push"], "worker": info["rank"], "workers": info["size"], "timeout": info["timeout"]}
+        names = {
+            "push": info["push"],
+            "worker": info["rank"],
+            "workers": info["size"],
+            "timeout": info["timeout"],
+        }
         loaded = []
         with one_push(int(info["digest_key"], 16) if info["digest_key"] else None, remembers=False):
             for arrived in self._segment.pieces(info["chunks"], **names):
@@ -106,7 +117,11 @@ class Worker:
         for begun, written in loaded:
             self._held.add(begun(), written, written)
         found = self._held.close(self._found)
-        seen = {"chunks": len(info["chunks"]), "waits": waits_of_slots(self._log), "crossed": crossed(self._log)}
+        seen = {
+            "chunks": len(info["chunks"]),
+            "waits": waits_of_slots(self._log),
+            "crossed": crossed(self._log),
+        }
         return {"tensors": [list(spec) for spec in found.tensors], "refused": found.unknown_base, **seen}
 
     def lockstep_device(self) -> dict[str, str]:
@@ -147,7 +162,7 @@ def _work(calls: Connection) -> None:
         calls.send(answer)
 
 
-# ---- the first process: the trainer ----------------------------------------------------------------------------------
+# ---- the first process: the trainer ------------------------------------------------------------------------------
 
 
 class Server:
@@ -213,7 +228,9 @@ class Engine:
 
         self._transport.send(tensors, [self._server], base)
         found = self._server.last
-        specs = tuple(TensorSpec(name, dtype, tuple(shape), digest) for name, dtype, shape, digest in found["tensors"])
+        specs = tuple(
+            TensorSpec(name, dtype, tuple(shape), digest) for name, dtype, shape, digest in found["tensors"]
+        )
         return LoadedWeights(specs, (), unknown_base=found["refused"])
 
     def reset_caches(self) -> bool:
@@ -223,7 +240,9 @@ class Engine:
 
 
 def pushed(folder: Path) -> Result:
-    """Pushes of a model on the device to a second process over the transport that `auto` chooses, and handles that are refused."""
+    """Pushes of a model on the device to a second process over the transport that `auto` chooses, and handles that
+    are refused.
+    """
     from lockstep.weights.wire import shared_memory
     from lockstep.weights.wire.stream import chunks
 

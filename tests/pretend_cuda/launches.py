@@ -1,8 +1,8 @@
 """Counts the kernels that a GPU has to start for one layer of a packed model, forward and backward. Used by: `runs.py`.
 
-An operation on the device that is no view and does more than take memory counts as one kernel, and so does each call of PyTorch's
-attention, which is one kernel on a GPU and many operations here. It computes nothing here: its results are zeros with the dtype and
-the layout in memory that a GPU's have.
+An operation on the device that is no view and does more than take memory counts as one kernel, and so does each call
+of PyTorch's attention, which is one kernel on a GPU and many operations here. It computes nothing here: its results
+are zeros with the dtype and the layout in memory that a GPU's have.
 """
 
 from __future__ import annotations
@@ -101,7 +101,12 @@ def counted(layers: int, prompt: int, completion: int, count: int, *, rows: bool
         count: completions of the prompt.
         rows: whether each completion is a plain row.
     """
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 8192}
+    sizes = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 8192,
+    }
     model = make_model("llama", num_hidden_layers=layers, **sizes).train().to("cuda")
     adopt_tree_attention(model)
     draw = np.random.default_rng(0)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-# The kinds of events that make the host wait until the device has done all work so far. `h2d` is one of them: PyTorch waits for the
-# end of a copy from the host, from pinned memory too, unless it is `non_blocking`. Such a copy of pageable memory (`h2d_staged`)
-# waits for the stream before it begins.
+# The kinds of events that make the host wait until the device has done all work so far. `h2d` is one of them: PyTorch
+# waits for the end of a copy from the host, from pinned memory too, unless it is `non_blocking`. Such a copy of
+# pageable memory (`h2d_staged`) waits for the stream before it begins.
 WAITS = ("sync", "h2d", "h2d_staged", "d2h")
 
 
@@ -22,8 +22,8 @@ class Log:
 
     Attributes:
         root: a part of the file names of the code under test.
-        mixes: calls with tensors of two devices, by (operation, devices, place). Each has raised an error, which the code
-            under test may have swallowed.
+        mixes: calls with tensors of two devices, by (operation, devices, place). Each has raised an error, which the
+            code under test may have swallowed.
         events: copies and waits, by (kind, operation, place, what `context` gave).
         sizes: their bytes, by the same.
         context: gives a label for each event, such as the phase of a step.
@@ -62,7 +62,9 @@ class Log:
             self.sizes.clear()
 
     def _place(self) -> str:
-        """File and line of the innermost frame of the code under test; for autograd's own thread, that of the main thread."""
+        """File and line of the innermost frame of the code under test; for autograd's own thread, that of the main
+        thread.
+        """
         if (own := self._own(sys._getframe())) is not None:
             return own
         main = self._own(sys._current_frames().get(threading.main_thread().ident or 0))

@@ -1,8 +1,8 @@
 """Runs of the device suite. `python tests/pretend_cuda/runs.py FOLDER` does all of them on the pretend GPU.
 
-It does those of `TWINS` once more in the same process with the model on the CPU, so that libraries are imported once. Each run
-leaves a JSON file in the folder: its logs, an error if it had one, the mixed devices, and the number of operations on the device,
-which is 0 for a run on the CPU. The folder of the run gets its weights.
+It does those of `TWINS` once more in the same process with the model on the CPU, so that libraries are imported once.
+Each run leaves a JSON file in the folder: its logs, an error if it had one, the mixed devices, and the number of
+operations on the device, which is 0 for a run on the CPU. The folder of the run gets its weights.
 """
 
 from __future__ import annotations
@@ -59,10 +59,18 @@ def train(folder: Path, method: str, model: str = TEXT, resume: bool = False, **
     names = ("peft_config", "tools", "eval_dataset", "train_dataset", "callbacks", "ref_model")
     arguments = {name: given.pop(name) for name in names if name in given}
     sizes = {"OnlineDPO": _PAIRS, "PPO": _ALONE, "ReinforcePP": _ALONE}.get(method, _GROUPS)
-    base = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    base = {
+        "max_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
     base |= {"learning_rate": RATE, "use_vllm": False, "bf16": False, "gradient_accumulation_steps": 2}
     base |= _EVERYWHERE
-    config = getattr(lockstep, f"{method}Config")(output_dir=str(folder / "run"), **{**base, **sizes, **given})
+    config = getattr(lockstep, f"{method}Config")(
+        output_dir=str(folder / "run"), **{**base, **sizes, **given}
+    )
     trainer = getattr(lockstep, f"{method}Trainer")(
         model=str(folder.parent / model),
         args=config,
@@ -72,7 +80,9 @@ def train(folder: Path, method: str, model: str = TEXT, resume: bool = False, **
     beside = (trainer.critic, trainer.reference.own if trainer.reference is not None else None)
     models = [trainer.model, trainer.engine.model, *(model for model in beside if model is not None)]
     devices = {p.device.type for model in models for p in model.parameters()}
-    weights = {name: p.detach().cpu().contiguous() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    weights = {
+        name: p.detach().cpu().contiguous() for name, p in trainer.model.named_parameters() if p.requires_grad
+    }
     folder.mkdir(exist_ok=True)
     save_file(weights, folder / "weights.safetensors")
     trainer.close()
@@ -128,7 +138,12 @@ def _called(folder: Path) -> Result:
 
     rows = [{"prompt": [{"role": "user", "content": f"what is {i} + {i}"}]} for i in range(8)]
     return train(
-        folder, "GRPO", TOOLS, tools=[multiply], train_dataset=Dataset.from_list(rows), max_completion_length=60
+        folder,
+        "GRPO",
+        TOOLS,
+        tools=[multiply],
+        train_dataset=Dataset.from_list(rows),
+        max_completion_length=60,
     )
 
 
@@ -159,8 +174,8 @@ def _verified(folder: Path) -> Result:
 
 
 def _pushed(folder: Path) -> Result:
-    """Pushes of a model on this device over each transport that needs no GPU at the other end, in two dtypes; what arrives, and
-    whether each digest is that of the same weights on the CPU."""
+    """Pushes of a model on this device over each transport that needs no GPU at the other end, in two dtypes; what
+    arrives, and whether each digest is that of the same weights on the CPU."""
     import torch
     from peft import LoraConfig, get_peft_model
     from test_changes import KeepingWorker, Receiver
@@ -200,7 +215,10 @@ def _pushed(folder: Path) -> Result:
                 change(model, version)
             transport.close()
         for kind in ("whole", "elements", "merged adapter"):
-            model, receiver = make_model().to(device, dtype), Receiver(torch.bfloat16, keeps=kind == "elements")
+            model, receiver = (
+                make_model().to(device, dtype),
+                Receiver(torch.bfloat16, keeps=kind == "elements"),
+            )
             if kind == "merged adapter":
                 model = get_peft_model(
                     model, LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM")
@@ -279,7 +297,8 @@ def _itself(folder: Path) -> Result:
             "fresh memory is not a number": bool(torch.empty(8, device=device).isnan().all()),
             "memory is counted": torch.cuda.memory_allocated() - held >= len(kept),
             # vLLM sizes its cache with it.
-            "the peak is among the statistics": torch.cuda.memory_stats()["allocated_bytes.all.peak"] >= len(kept),
+            "the peak is among the statistics": torch.cuda.memory_stats()["allocated_bytes.all.peak"]
+            >= len(kept),
             "an item waits": waits(one.sum().item) == 1,
             "a copy from pageable memory waits": waits(lambda: host.to(device)) == 1,
             "a product does not wait": waits(lambda: one * one) == 0,
@@ -334,7 +353,18 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "gpu_day": _gpu_day,
 }
 # The runs with a loss. They are named with whether they compute in bf16.
-ONLY_HERE = ("ipc", "elsewhere", "verify", "push", "counts", "slices", "digests", "launches", "itself", "gpu_day")
+ONLY_HERE = (
+    "ipc",
+    "elsewhere",
+    "verify",
+    "push",
+    "counts",
+    "slices",
+    "digests",
+    "launches",
+    "itself",
+    "gpu_day",
+)
 LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in ONLY_HERE}
 # What is done on the CPU too. On the device, these two must have the figures of `grpo` to the bit.
 TWINS = tuple(name for name in LEARNING if name not in ("resumed", "checkpointing"))
@@ -346,7 +376,9 @@ def twin(name: str) -> str:
 
 
 def run_all(folder: Path, names: list[str], log: Any) -> None:
-    """Do runs, one after the other, and those of them that have a twin on the CPU. An error is a part of its run's file.
+    """Do runs, one after the other, and those of them that have a twin on the CPU.
+
+    An error is a part of its run's file.
 
     Args:
         folder: contains the models. Each run gets a folder of its own in it.
@@ -376,9 +408,16 @@ def _run(folder: Path, call: Callable[[Path], Result], log: Any) -> None:
 def begin() -> Any:
     """Switch the pretend GPU on, before PyTorch is imported. Returns its log."""
     tests = Path(__file__).parents[1]
-    sys.path[:0] = [str(tests), str(tests / "training"), str(tests / "sync"), str(tests / "engines"), str(tests.parent)]
+    sys.path[:0] = [
+        str(tests),
+        str(tests / "training"),
+        str(tests / "sync"),
+        str(tests / "engines"),
+        str(tests.parent),
+    ]
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
-    # Imports make a million objects that stay. Without this, each collection would look at all of them, and a run ends with one.
+    # Imports make a million objects that stay. Without this, each collection would look at all of them, and a run
+    # ends with one.
     gc.disable()
     import pretend_cuda
 

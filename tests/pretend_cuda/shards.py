@@ -2,7 +2,8 @@
 
 python shards.py RANK PORT KIND FOLDER      (KIND: fsdp or deepspeed)
 
-It writes the gradients of one pack, gathered. gloo takes no tensor of a GPU, so it gets the same memory as a tensor of the CPU.
+It writes the gradients of one pack, gathered. gloo takes no tensor of a GPU, so it gets the same memory as a tensor
+of the CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ RANKS = 2
 
 def main() -> None:
     rank, port, kind, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])
-    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cuda", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cuda",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(RANKS)}
     import pretend_cuda
 

@@ -31,7 +31,11 @@ class _Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         given = {part.untyped_storage().data_ptr() for part in args if isinstance(part, torch.Tensor)}
-        if isinstance(made, torch.Tensor) and not made.is_meta and made.untyped_storage().data_ptr() not in given:
+        if (
+            isinstance(made, torch.Tensor)
+            and not made.is_meta
+            and made.untyped_storage().data_ptr() not in given
+        ):
             self.size = max(self.size, made.numel())
         return made
 
@@ -39,11 +43,18 @@ class _Largest(TorchDispatchMode):
 def of_probe(folder: Path) -> dict[str, Any]:
     """A probe of every module of a model with many ids."""
     model = make_model("llama", vocab_size=_ROWS)
-    engine = TransformersEngine(str(save(model, folder)), make_tokenizer(), dtype=torch.bfloat16, max_model_len=64)
+    engine = TransformersEngine(
+        str(save(model, folder)), make_tokenizer(), dtype=torch.bfloat16, max_model_len=64
+    )
     probe = ModuleProbe(model.to("cuda"), engine, torch.bfloat16)
     with _Largest() as largest:
         record = probe.measure(1, every=True)
-    return {"rows": largest.size / _WIDTH, "of_rows": _ROWS, "failed": record.failed, "modules": record.modules}
+    return {
+        "rows": largest.size / _WIDTH,
+        "of_rows": _ROWS,
+        "failed": record.failed,
+        "modules": record.modules,
+    }
 
 
 def of_sums() -> dict[str, Any]:

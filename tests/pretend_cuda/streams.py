@@ -54,6 +54,8 @@ class Event:
         LOG.event("sync", "Event.synchronize", "", 0)
 
     def elapsed_time(self, end_event: Any) -> float:
-        if not (self.enable_timing and end_event.enable_timing and self.recorded_at and end_event.recorded_at):
+        if not (
+            self.enable_timing and end_event.enable_timing and self.recorded_at and end_event.recorded_at
+        ):
             raise ValueError("both events must be recorded, with enable_timing")
         return (end_event.recorded_at - self.recorded_at) * 1000

@@ -72,7 +72,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
 def test_no_operation_mixes_devices(both: Both, name: str) -> None:
     """An error that somebody swallows is found too."""
     found = both.read(name)
-    assert found["mixes"] == ([["aten::add.Tensor", "cuda:0(1-d) cpu(1-d)", "outside"]] if name == "itself" else [])
+    assert found["mixes"] == (
+        [["aten::add.Tensor", "cuda:0(1-d) cpu(1-d)", "outside"]] if name == "itself" else []
+    )
     assert found["operations"] > 0
 
 
@@ -96,7 +98,15 @@ def test_a_push_over_cuda_ipc_arrives_in_another_process_on_the_same_gpu(both: B
     pushes = found["pushes"]
     assert all(push["equal"] for push in pushes)
     # Whole, changed, unchanged, and to a server that was killed and started again; then the first three in bfloat16.
-    assert [push["sent"] == push["bytes"] for push in pushes] == [True, False, False, True, True, False, False]
+    assert [push["sent"] == push["bytes"] for push in pushes] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert [push["sent"] > 0 for push in pushes] == [True, True, False, True, True, True, False]
     assert [bool(push["in full"]) for push in pushes] == [False, False, False, True, False, False, False]
     assert found["same buffer"]
@@ -106,13 +116,17 @@ def test_over_cuda_ipc_each_chunk_is_complete_before_the_other_process_is_told(b
     for push in both.read("ipc")["pushes"]:
         chunks = push["worker"]["chunks"]
         assert chunks > 3
-        # A push to a restarted server is sent twice: the trainer learns that its base is not held when the first has ended.
+        # A push to a restarted server is sent twice: the trainer learns that its base is not held when the first has
+        # ended.
         assert push["trainer"]["waits"] == chunks * (2 if push["in full"] else 1)
         assert push["worker"]["waits"] == chunks
 
 
 def test_no_bytes_of_weights_cross_the_host_for_a_push_over_cuda_ipc(both: Both) -> None:
-    """Counted by the device in both processes. What crosses: 16 bytes per digest, and the workers read 8 per tensor and push."""
+    """Counted by the device in both processes.
+
+    What crosses: 16 bytes per digest, and the workers read 8 per tensor and push.
+    """
     for push in both.read("ipc")["pushes"]:
         assert push["trainer"]["crossed"] <= 2 * 16 * push["tensors"]
         assert push["worker"]["crossed"] <= (16 + 8) * push["tensors"]
@@ -178,12 +192,14 @@ def test_losses_gradients_and_weights_are_those_of_the_cpu(both: Both, name: str
         assert device["parity/max_abs_gap"] < 1e-4
     one, other = both.weights(runs.twin(name)), both.weights(name)
     assert one.keys() == other.keys()
-    # AdamW divides by a gradient's own size: where it is nearly nothing, rounding moves a weight by up to the learning rate.
+    # AdamW divides by a gradient's own size: where it is nearly nothing, rounding moves a weight by up to the
+    # learning rate.
     moved = np.concatenate([abs(one[key] - other[key]).ravel() for key in one])
     assert moved.mean() < 1e-3 * runs.RATE
 
 
-# Not the same on both devices: seconds, the rounding that proofs measure, and the sign of a margin that is rounding at first.
+# Not the same on both devices: seconds, the rounding that proofs measure, and the sign of a margin that is rounding
+# at first.
 OWN = ("time/", "push/", "parity/", "checked/", "step_time", "train_", "eval_", "rewards/accuracies")
 
 
@@ -236,19 +252,25 @@ def test_a_run_that_began_on_a_cpu_goes_on_on_the_device_to_rounding_and_says_so
 
 def test_recomputed_activations_give_the_gradients_of_kept_ones(both: Both) -> None:
     norms = [
-        [log["grad_norm"] for log in both.read(name)["logs"] if "loss" in log] for name in ("grpo", "checkpointing")
+        [log["grad_norm"] for log in both.read(name)["logs"] if "loss" in log]
+        for name in ("grpo", "checkpointing")
     ]
     assert norms[0] == norms[1]
 
 
 def test_an_evaluation_gives_the_rewards_of_the_cpu(both: Both) -> None:
-    cpu, device = ([log["eval_reward"] for log in one["logs"] if "eval_reward" in log] for one in both.on_both("grpo"))
+    cpu, device = (
+        [log["eval_reward"] for log in one["logs"] if "eval_reward" in log] for one in both.on_both("grpo")
+    )
     assert device == cpu
     assert len(device) == 2
 
 
 def test_tools_are_called(both: Both) -> None:
-    assert all(device["tools/call_frequency"] == cpu["tools/call_frequency"] > 0 for cpu, device in both.logs("tools"))
+    assert all(
+        device["tools/call_frequency"] == cpu["tools/call_frequency"] > 0
+        for cpu, device in both.logs("tools")
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in runs.LEARNING if name != "resumed"])
@@ -385,7 +407,9 @@ def test_seconds_of_phases_are_read_from_events(both: Both) -> None:
 def test_a_layer_of_a_pack_has_few_kernels_to_start(both: Both, pack: str, most: int) -> None:
     """Blocks have 279 and 509. A layer of plain rows has 140, and computes the prompt once for each completion."""
     found = both.read("launches")["layers"][pack]
-    assert 100 < sum(found.values()) <= most, "\n".join(f"{number:4} {place}" for place, number in found.items())
+    assert 100 < sum(found.values()) <= most, "\n".join(
+        f"{number:4} {place}" for place, number in found.items()
+    )
 
 
 def test_the_device_refuses_what_cuda_refuses_and_counts_what_waits(both: Both) -> None:

@@ -19,7 +19,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
-def test_gradients_of_a_sharded_model_are_those_of_the_whole_one_on_the_cpu(kind: str, tmp_path: Path) -> None:
+def test_gradients_of_a_sharded_model_are_those_of_the_whole_one_on_the_cpu(
+    kind: str, tmp_path: Path
+) -> None:
     import torch
     from servers import free_port
 

@@ -1,4 +1,6 @@
-"""The Python side of the device: what `torch.cuda` says about it, and the few bindings that a CPU build of PyTorch lacks."""
+"""The Python side of the device: what `torch.cuda` says about it, and the few bindings that a CPU build of PyTorch
+lacks.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,8 @@ def patch(extension: Any, memory: int, devices: int) -> None:
     whole: Any = torch.UntypedStorage
     of_the_host = whole.resize_
     whole.resize_ = lambda self, size: _storage_resize(self, size, of_the_host)
-    # There is one stream, so memory is never given to another one. The binding asks for a stream of PyTorch's own class.
+    # There is one stream, so memory is never given to another one. The binding asks for a stream of PyTorch's own
+    # class.
     torch.Tensor.record_stream = lambda self, stream: None
     # The marks of CUDA's profiler, which DeepSpeed sets.
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: 0
@@ -184,14 +187,20 @@ def _bytes_of(storage: Any) -> torch.Tensor:
 
 
 def _storage_clone(self: Any) -> Any:
-    return torch.empty(self.nbytes(), dtype=torch.uint8, device=self.device).copy_(_bytes_of(self)).untyped_storage()
+    return (
+        torch.empty(self.nbytes(), dtype=torch.uint8, device=self.device)
+        .copy_(_bytes_of(self))
+        .untyped_storage()
+    )
 
 
 def _storage_to(self: Any, *, device: Any, non_blocking: bool = False) -> Any:
     target = torch.device(device)
     if target.type == self.device.type:
         return self
-    return torch.empty(self.nbytes(), dtype=torch.uint8, device=target).copy_(_bytes_of(self)).untyped_storage()
+    return (
+        torch.empty(self.nbytes(), dtype=torch.uint8, device=target).copy_(_bytes_of(self)).untyped_storage()
+    )
 
 
 def _storage_resize(self: Any, size: int, of_the_host: Any) -> Any:

@@ -43,7 +43,9 @@ def test_a_receipt_gets_earlier_alarms_and_a_resumed_run_says_none_again() -> No
 def test_the_live_panel_keeps_a_row_for_every_alarm() -> None:
     console = Console(file=io.StringIO(), width=100)
     about = About("GRPO", "model", "runs")
-    view = LiveView(about, str, dict, lambda: None, dict, console, alarms=lambda: ["tool look failed at all 8 calls"])
+    view = LiveView(
+        about, str, dict, lambda: None, dict, console, alarms=lambda: ["tool look failed at all 8 calls"]
+    )
     console.print(view.panel())
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "ALARM" in shown
@@ -51,5 +53,7 @@ def test_the_live_panel_keeps_a_row_for_every_alarm() -> None:
 
 
 def test_the_docs_explain_every_alarm() -> None:
-    rows = [line.split("|")[1].strip(" `") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    rows = [
+        line.split("|")[1].strip(" `") for line in PAGE.read_text().splitlines() if line.startswith("| `")
+    ]
     assert rows == list(ALARMS)

@@ -39,7 +39,9 @@ def test_the_finish_reasons_of_all_turns_are_shown_where_there_are_several() -> 
         [row("one?", "uno", finish_reasons=("stop", "length")), row("two?", "due", finish_reasons=("stop",))]
     )
     cells = [
-        [cell.strip() for cell in line.split("│")] for line in shown.splitlines() if "uno" in line or "due" in line
+        [cell.strip() for cell in line.split("│")]
+        for line in shown.splitlines()
+        if "uno" in line or "due" in line
     ]
     assert [line[-3] for line in cells] == ["stop, length", "stop"]
     assert "Finish reasons" in shown

@@ -1,4 +1,6 @@
-"""Every wait in the source says what it waits for (`progress.py`), or stands in this table with the reason why it need not."""
+"""Every wait in the source says what it waits for (`progress.py`), or stands in this table with the reason why it
+need not.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import lockstep
 SOURCE = Path(lockstep.__file__).parent
 # Calls that may block, by their last name. `join` and `sleep` only of threads, processes and the clock.
 BLOCKS = {
-    "wait", "result", "wait_for", "collective_rpc", "all_reduce", "all_gather", "all_gather_coalesced", "allgather", "barrier",
+    "wait", "result", "wait_for", "collective_rpc", "all_reduce", "all_gather", "all_gather_coalesced", "allgather",
+    "barrier",
     "new_group", "urlopen", "TCPStore", "readline", "flock", "create_connection",
 }  # fmt: skip
 OWNED = {
@@ -55,14 +58,14 @@ SILENT = {
         extras/agents/web.py::Gateway.close progress.py::Heartbeat.stop
         rollouts/driver.py::Driver._settle rollouts/programs/tools.py::ToolCalls.settled
         rollouts/programs/workers.py::_gives_way threads.py::_limit
-        server/supervisor.py::Supervisor._sleep weights/wire/groups.py::own_address""",
+        server/supervisor.py::Supervisor._sleep weights/wire/groups.py::own_address""",  # noqa: E501
     "a process that has ended or was killed": """
         extras/environments/verifiers.py::VerifiersAgent._start_process rollouts/programs/environments.py::_kill
         processes.py::KillAtExit.release server/supervisor.py::Supervisor._end""",
     "it ends at once: the lock is refused, or the store is this process": """
         server/supervisor.py::reserved_port weights/wire/groups.py::open_store weights/wire/shared_memory.py::TrainerLock.__init__
         weights/wire/shared_memory.py::is_unlocked run/files/directory.py::_take engines/vllm/environment.py::owned
-        engines/vllm/environment.py::remove_dead files.py::temporary_folder files.py::_remove_dead""",
+        engines/vllm/environment.py::remove_dead files.py::temporary_folder files.py::_remove_dead""",  # noqa: E501
     "the engine's answer is not awaited: the next question looks for it": "server/guard.py::KeyGuard._say_health",
     "it is the work of this process": """
         contract/inbox.py::answer_all engines/vllm/in_process.py::OwnWorker.__init__
@@ -84,7 +87,9 @@ def waits_of(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name, said = f"{name}.{node.name}".lstrip("."), False
         elif isinstance(node, ast.With | ast.AsyncWith):
-            said = said or any("waiting(" in (text := ast.unparse(item)) or "busy(" in text for item in node.items)
+            said = said or any(
+                "waiting(" in (text := ast.unparse(item)) or "busy(" in text for item in node.items
+            )
         elif isinstance(node, ast.Call) and not said and may_block(node.func):
             yield name
         for child in ast.iter_child_nodes(node):
@@ -109,7 +114,9 @@ def test_every_wait_says_what_it_waits_for_or_has_a_reason_not_to() -> None:
         for name in waits_of(ast.parse(path.read_text()))
     }
     excused = {place for places in SILENT.values() for place in places.split()}
-    assert sorted(found - excused) == [], "put the wait into `with waiting(…)`, or into the table with its reason"
+    assert sorted(found - excused) == [], (
+        "put the wait into `with waiting(…)`, or into the table with its reason"
+    )
     assert sorted(excused - found) == [], "the table names what is gone or says what it waits for by now"
 
 

@@ -19,7 +19,8 @@ from lockstep.report.page.rollouts import gap_color, rank_class, turns_section
 from lockstep.report.page.run_record import RunRecord, read_run
 
 HOSTILE = (
-    "</pre></td></script><script>alert(1)</script><img src=x onerror='alert(2)'>\"' & {x} http://evil.example/a.js"
+    "</pre></td></script><script>alert(1)</script><img src=x onerror='alert(2)'>\"' & {x} "
+    "http://evil.example/a.js"
 )
 VOID = {"meta", "input", "br", "img", "line", "circle", "polyline", "rect"}
 
@@ -76,18 +77,23 @@ def checked(page: str) -> Checker:
 
 def log(step: int, **changes: Any) -> dict[str, Any]:
     base = {
-        "step": step, "loss": 0.1, "reward": -1.0 + 0.1 * step, "kl": 1e-3, "entropy": 2.0, "grad_norm": 1.5, "learning_rate": 1e-4,
+        "step": step, "loss": 0.1, "reward": -1.0 + 0.1 * step, "kl": 1e-3, "entropy": 2.0, "grad_norm": 1.5,
+        "learning_rate": 1e-4,
         "completions/mean_length": 3.0, "completions/max_length": 5.0, "completions/min_length": 2.0,
-        "completions/clipped_ratio": 0.25, "frac_reward_zero_std": 0.5, "parity/mean_abs_gap": 1e-6, "parity/max_abs_gap": 1e-5,
-        "parity/draws_log10_evidence": -0.3, "sampling/tokens": 40.0, "time/generate": 2.0, "time/sync": 1.0, "time/step": 4.0,
+        "completions/clipped_ratio": 0.25, "frac_reward_zero_std": 0.5, "parity/mean_abs_gap": 1e-6,
+        "parity/max_abs_gap": 1e-5,
+        "parity/draws_log10_evidence": -0.3, "sampling/tokens": 40.0, "time/generate": 2.0, "time/sync": 1.0,
+        "time/step": 4.0,
     }  # fmt: skip
     return {**base, **changes}
 
 
 def proven(step: int, **changes: Any) -> dict[str, Any]:
     base = {
-        "kind": "step", "step": step, "version": step - 1, "sampled_tokens": 50, "checked_tokens": 40, "aside_tokens": 10,
-        "sum_abs_gap": 4e-5, "max_abs_gap": 1e-5 * step, "max_allowed": 1e-3, "sum_k3": 1e-9, "worst_request": "train/3#1",
+        "kind": "step", "step": step, "version": step - 1, "sampled_tokens": 50, "checked_tokens": 40,
+        "aside_tokens": 10,
+        "sum_abs_gap": 4e-5, "max_abs_gap": 1e-5 * step, "max_allowed": 1e-3, "sum_k3": 1e-9,
+        "worst_request": "train/3#1",
         "worst_module": {"name": "layers.3.mlp", "error": 4e-6},
     }  # fmt: skip
     return {**base, **changes}
@@ -124,9 +130,12 @@ def record(text: str = "plain", **changes: Any) -> RunRecord:
     fields: dict[str, Any] = {
         "folder": Path("runs") / "some run",
         "about": {
-            "name": text, "method": "GRPO", "model": f"/models/{text}", "max_steps": 3, "started": "2026-11-24T06:00:00+00:00",
-            "settings": {"learning_rate": 0.5, "chat_template": text}, "chosen": ["learning_rate"], "rows": {"train": 8},
-            "data": {"train data": "ab12"}, "versions": {"torch": "2.13"}, "machine": {"device": text}, "engine": {"dtype": text},
+            "name": text, "method": "GRPO", "model": f"/models/{text}", "max_steps": 3,
+            "started": "2026-11-24T06:00:00+00:00",
+            "settings": {"learning_rate": 0.5, "chat_template": text}, "chosen": ["learning_rate"],
+            "rows": {"train": 8},
+            "data": {"train data": "ab12"}, "versions": {"torch": "2.13"}, "machine": {"device": text},
+            "engine": {"dtype": text},
         },
         "end": {"ended": "finished", "step": 3, "max_steps": 3, "seconds": 70},
         "metrics": [log(1), log(2), {"step": 2, "eval_reward": 0.5, "eval_reward_ci95": 0.1}, log(3)],
@@ -150,12 +159,16 @@ def test_the_page_shows_verdict_proofs_curves_rollouts_and_settings() -> None:
     page = checked(render_report(record()))
     for words in (
         "plain: GRPO on plain", "All proofs passed; finished after 3 steps", "120 of 150 sampled tokens were compared",
-        "30 have no gradient and were not drawn", "0.400 ± 0.050 → 0.400 ± 0.050", "-0.900 → -0.700", "3e-5 of 0.001 nats",
+        "30 have no gradient and were not drawn", "0.400 ± 0.050 → 0.400 ± 0.050", "-0.900 → -0.700",
+        "3e-5 of 0.001 nats",
         "· started 2026-11-24 06:00 UTC ·",
-        "KL divergence", "Entropy", "Gradient norm", "Learning rate", "Length of completions", "Completions cut at the limit",
-        "Parity gap between engine and trainer", "limit of the largest 0.001", "Rewards, rollout by rollout", "Where the time goes",
+        "KL divergence", "Entropy", "Gradient norm", "Learning rate", "Length of completions", "Completions "
+                                                                                               "cut at the limit",
+        "Parity gap between engine and trainer", "limit of the largest 0.001", "Rewards, rollout by rollout",
+        "Where the time goes",
         "Evidence against the draws", "Held-out rollouts", "Rollouts through training", "Turns of held-out rollouts",
-        "turn 1, sampled: 2 tokens, largest gap 3.0e-04, finish reason stop", "ends with: stop; 3 more ids are not shown",
+        "turn 1, sampled: 2 tokens, largest gap 3.0e-04, finish reason stop", "ends with: stop; 3 more ids "
+                                                                              "are not shown",
         "learning_rate", "ab12", "2.13",
     ):  # fmt: skip
         assert words in page.text, words
@@ -181,7 +194,9 @@ HALF = {**START, "limits": {**START["limits"], "mean": 0.15, "k3": 0.02, "max": 
 
 
 def half_precision() -> list[dict[str, Any]]:
-    """Three steps in bf16: the first two are judged together, though k3 of the first alone is above its limit; the third waits."""
+    """Three steps in bf16: the first two are judged together, though k3 of the first alone is above its limit; the
+    third waits.
+    """
     few = {"sum_abs_gap": 40 * 0.2, "sum_k3": 40 * 0.0252, "max_abs_gap": 0.45, "max_allowed": 4.2}
     many = {
         "checked_tokens": 260,
@@ -217,7 +232,10 @@ def test_means_are_shown_as_they_were_judged_and_a_single_step_above_a_limit_is_
 
 @pytest.mark.parametrize("k3", [0.012, 0.03])
 def test_a_run_of_an_earlier_version_has_no_red_row(k3: float) -> None:
-    old = [{key: value for key, value in line.items() if key not in ("judged", "waiting")} for line in half_precision()]
+    old = [
+        {key: value for key, value in line.items() if key not in ("judged", "waiting")}
+        for line in half_precision()
+    ]
     old[2]["sum_k3"] = 260 * k3
     old[3]["asked_again"] = {"tokens": 300, "mean_abs_gap": 0.01, "max_abs_gap": 4.3, "k3": 0.01}
     run = record(receipt=old)
@@ -255,7 +273,8 @@ def test_a_failed_proof_has_what_where_which_tokens_and_what_to_do() -> None:
     assert verdict_of(run).kind == "bad"
     for words in (
         "Stopped by proof “gap” before optimizer step 3 of 3", "Proof gap has failed", "mean 0.3 > 0.0001",
-        "the weights <b>differ</b>", "look at layers.3", "The tokens with the largest gaps", "train/3#0", "-3.00e-04", "'plain'",
+        "the weights <b>differ</b>", "look at layers.3", "The tokens with the largest gaps", "train/3#0", "-3.00e-04",
+        "'plain'",
     ):  # fmt: skip
         assert words in page.text, words
     assert page.text.count("docs/troubleshooting/proofs.md, row gap") == 1
@@ -272,7 +291,11 @@ def test_a_failed_proof_has_what_where_which_tokens_and_what_to_do() -> None:
             "near",
             "Interrupted (SIGTERM) after step 2 of 3",
         ),
-        ({"ended": "failed", "error": "OSError", "message": "no room", "step": 2, "max_steps": 3}, "bad", "OSError"),
+        (
+            {"ended": "failed", "error": "OSError", "message": "no room", "step": 2, "max_steps": 3},
+            "bad",
+            "OSError",
+        ),
         ({}, "near", "Not at its end: step 3 of 3"),
     ],
 )
@@ -299,7 +322,9 @@ def test_a_page_says_which_checks_were_not_made_and_what_of_the_users_was_taken(
 
 
 def test_hostile_text_stays_text_everywhere() -> None:
-    run = record(HOSTILE, end={**FAILED, "found": HOSTILE, "cause": HOSTILE, "fix": HOSTILE, "check": HOSTILE})
+    run = record(
+        HOSTILE, end={**FAILED, "found": HOSTILE, "cause": HOSTILE, "fix": HOSTILE, "check": HOSTILE}
+    )
     run.metrics[0][f"rewards/{HOSTILE}/mean"] = run.metrics[0]["rewards/other/mean"] = 1.0
     for page in (render_report(run), render_comparison([run, record(folder=Path(HOSTILE))])):
         found = checked(page)
@@ -351,14 +376,18 @@ def places_of_a_run(folder: Path) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     "is_chosen",
     [
-        pytest.param(lambda path: path[-1] == "step" or path[0] == "shown_rollouts.jsonl", id="steps and rollouts"),
+        pytest.param(
+            lambda path: path[-1] == "step" or path[0] == "shown_rollouts.jsonl", id="steps and rollouts"
+        ),
         pytest.param(lambda path: True, id="all", marks=pytest.mark.release),
     ],
 )
 def test_no_value_of_a_strangers_run_is_obeyed(
     is_chosen: Callable[[tuple[Any, ...]], bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Values of its files are replaced by a text with tags, one at a time: the page shows it, or the command refuses it."""
+    """Values of its files are replaced by a text with tags, one at a time: the page shows it, or the command refuses
+    it.
+    """
     shown = refused = 0
     for path in filter(is_chosen, places_of_a_run(tmp_path)):
         code = main(["report", str(written_run(tmp_path, path, HOSTILE))])
@@ -396,12 +425,21 @@ def test_a_page_of_a_long_run_with_long_rollouts_is_below_a_megabyte() -> None:
     many = [log(step, **{f"rewards/f{n}/mean": 0.1 * n for n in range(6)}) for step in range(1, 801)]
     evaluation = {
         "metrics": {"eval_reward": 0.4},
-        "rollouts": [{"prompt": f"{n}{long}", "completions": [long] * 64, "rewards": [0.5] * 64} for n in range(12)],
+        "rollouts": [
+            {"prompt": f"{n}{long}", "completions": [long] * 64, "rewards": [0.5] * 64} for n in range(12)
+        ],
         "turns": [shown(1, long, 400)["rollouts"][0]] * 4,
     }
-    groups = [{**shown(step, "<&>", 4000), "rollouts": shown(step, "<&>", 4000)["rollouts"] * 4} for step in range(10)]
+    groups = [
+        {**shown(step, "<&>", 4000), "rollouts": shown(step, "<&>", 4000)["rollouts"] * 4}
+        for step in range(10)
+    ]
     run = record(
-        metrics=many, receipt=[START, *map(proven, range(1, 801))], before=evaluation, after=evaluation, shown=groups
+        metrics=many,
+        receipt=[START, *map(proven, range(1, 801))],
+        before=evaluation,
+        after=evaluation,
+        shown=groups,
     )
     page = checked(render_report(run))
     assert "Curves" in page.text
@@ -411,7 +449,9 @@ def test_a_page_of_a_long_run_with_long_rollouts_is_below_a_megabyte() -> None:
 
 def test_a_run_that_has_just_begun_and_an_empty_directory_have_a_page(tmp_path: Path) -> None:
     assert "Not at its end" in checked(render_report(read_run(tmp_path))).text
-    begun = RunRecord(tmp_path, metrics=[log(1, reward=float("nan"), grad_norm=float("inf"))], receipt=[START])
+    begun = RunRecord(
+        tmp_path, metrics=[log(1, reward=float("nan"), grad_norm=float("inf"))], receipt=[START]
+    )
     assert "No step has been proven" in checked(render_report(begun)).text
 
 

@@ -1,4 +1,7 @@
-"""Seconds per phase, where the host gives a device its work ahead of time. The device here is a queue with a clock of its own."""
+"""Seconds per phase, where the host gives a device its work ahead of time.
+
+The device here is a queue with a clock of its own.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,9 @@ def test_a_wait_is_booked_on_the_phase_whose_work_it_waits_for() -> None:
         device.launch(0.25)
         device.wait()
     taken = clock.take()
-    assert [taken[name] for name in ("forward_backward", "optimizer", "verify")] == pytest.approx([3.0, 0.5, 0.25])
+    assert [taken[name] for name in ("forward_backward", "optimizer", "verify")] == pytest.approx(
+        [3.0, 0.5, 0.25]
+    )
 
 
 def test_work_of_the_host_while_the_device_is_idle_belongs_to_its_phase() -> None:

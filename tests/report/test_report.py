@@ -24,7 +24,8 @@ from lockstep.run.files.logs import StepLog
 def line(step: int, **changes: Any) -> dict[str, Any]:
     base = {
         "step": step, "loss": 0.1, "reward": 0.2 * step, "completions/mean_length": 3.0, "completions/max_length": 5.0,
-        "completions/min_length": 2.0, "parity/mean_abs_gap": 1e-6, "parity/max_abs_gap": 1e-5, "parity/checked_tokens": 40.0,
+        "completions/min_length": 2.0, "parity/mean_abs_gap": 1e-6, "parity/max_abs_gap": 1e-5,
+        "parity/checked_tokens": 40.0,
         "sampling/tokens": 40.0,
         "rewards/f/mean": 0.5, "time/generate": 2.0, "time/forward_backward": 1.0, "time/sync": 0.5, "time/step": 4.0,
     }  # fmt: skip
@@ -59,9 +60,17 @@ BEFORE = {"eval_reward": 0.4, "eval_reward_ci95": 0.05, "eval_samples": 800.0, "
 
 def test_the_summary_adds_up_its_files() -> None:
     summary = summarise(
-        [{"step": 0, "eval_reward": 0.4}, line(1), line(2)], RECEIPT, BEFORE, {**BEFORE, "eval_reward": 0.9}, 12.34
+        [{"step": 0, "eval_reward": 0.4}, line(1), line(2)],
+        RECEIPT,
+        BEFORE,
+        {**BEFORE, "eval_reward": 0.9},
+        12.34,
     )
-    assert (summary["eval_reward_before"], summary["eval_reward_after"], summary["eval_samples"]) == (0.4, 0.9, 800)
+    assert (summary["eval_reward_before"], summary["eval_reward_after"], summary["eval_samples"]) == (
+        0.4,
+        0.9,
+        800,
+    )
     assert summary["time"] == {"generate": 4.0, "forward_backward": 2.0, "sync": 1.0}
     assert (summary["steps"], summary["wall_s"], summary["tokens_per_s"]) == (2, 12.3, 12.5)
     assert summary["parity"] == {
@@ -86,7 +95,9 @@ def test_the_summary_names_the_figure_that_came_closest_to_its_limit_as_it_was_j
         "share": pytest.approx(0.6),
         "text": "k3 0.012 of 0.02 (steps 1 to 2, 100 tokens)",
     }
-    assert "closest: k3 0.012 of 0.02 (steps 1 to 2, 100 tokens), 60% of the limit" in "\n".join(summary_lines(summary))
+    assert "closest: k3 0.012 of 0.02 (steps 1 to 2, 100 tokens), 60% of the limit" in "\n".join(
+        summary_lines(summary)
+    )
 
 
 def test_the_summary_says_what_of_an_evaluation_was_proven_and_what_was_not_held_out() -> None:
@@ -170,7 +181,10 @@ def test_the_panel_shows_every_step_before_the_first_log_and_wraps_nothing_at_80
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
     clock, log = PhaseClock(), StepLog()
     judged: dict[str, float] = {}
-    view, state = view_of(console, clock.progress, log.latest, judged=lambda: judged), TrainerState(max_steps=40)
+    view, state = (
+        view_of(console, clock.progress, log.latest, judged=lambda: judged),
+        TrainerState(max_steps=40),
+    )
     view.on_train_begin(None, state, None)
     view.stop()
     before = shown(view, console)
@@ -178,7 +192,9 @@ def test_the_panel_shows_every_step_before_the_first_log_and_wraps_nothing_at_80
     assert "first step" in "".join(before)
     rows = len(before)
     for step in (1, 2):
-        log.note({k: v for k, v in line(step).items() if k not in ("step", "loss") and not k.startswith("time/")})
+        log.note(
+            {k: v for k, v in line(step).items() if k not in ("step", "loss") and not k.startswith("time/")}
+        )
         log.note({"entropy": 1.25, "frac_reward_zero_std": 0.25, "completions/clipped_ratio": 0.125})
         state.global_step = step
         view.on_step_end(None, state, None)

@@ -1,4 +1,6 @@
-"""No command is silent for long: away from a terminal, work that lasts prints further lines; on a terminal a spinner turns."""
+"""No command is silent for long: away from a terminal, work that lasts prints further lines; on a terminal a spinner
+turns.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,9 @@ def test_work_that_lasts_prints_its_progress_away_from_a_terminal() -> None:
     out = Lines()
     with watched_by(StatusLine(Console(file=out, width=200))):
         with busy("evaluating on 7 problems", lambda: "3/28 completions"):
-            assert out.has("evaluating on 7 problems …\nevaluating on 7 problems · 3/28 completions · 0 s in all\n")
+            assert out.has(
+                "evaluating on 7 problems …\nevaluating on 7 problems · 3/28 completions · 0 s in all\n"
+            )
             with busy("waiting for the engine"):
                 assert out.has("waiting for the engine …\nwaiting for the engine · 0 s\n")
         said = out.getvalue()

@@ -147,9 +147,13 @@ class Broken:
             raise RuntimeError("no score")
         if self.how == "reward hangs":
             threading.Event().wait(NEVER)
-        return {"text": "good", "infinite": float("inf"), "nan": float("nan"), "none": None, "true": True}.get(
-            self.how, 0.25
-        )
+        return {
+            "text": "good",
+            "infinite": float("inf"),
+            "nan": float("nan"),
+            "none": None,
+            "true": True,
+        }.get(self.how, 0.25)
 
 
 class NeverMade:

@@ -1,4 +1,6 @@
-"""The rollout loop: many programs run at once, without a barrier, and an error or an interrupt leaves nothing behind."""
+"""The rollout loop: many programs run at once, without a barrier, and an error or an interrupt leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def run(
 
 
 def says(*texts: str) -> Callable[[list[Completion]], list[Completion]]:
-    """A change of answers: the n-th call of each rollout says the n-th of these texts, and is cut there unless it ends itself."""
+    """A change of answers: the n-th call of each rollout says the n-th of these texts, and is cut there unless it
+    ends itself.
+    """
 
     def change(answers: list[Completion]) -> list[Completion]:
         found = []
@@ -55,14 +59,16 @@ def says(*texts: str) -> Callable[[list[Completion]], list[Completion]]:
             reason: Any = "stop" if ids[-1] == END else "length"
             logps = (-1.0,) * len(ids)
             found.append(
-                replace(a, token_ids=ids, logprobs=logps, weight_versions=(7,) * len(ids), finish_reason=reason)
+                replace(
+                    a, token_ids=ids, logprobs=logps, weight_versions=(7,) * len(ids), finish_reason=reason
+                )
             )
         return found
 
     return change
 
 
-# ---- what a rollout consists of -------------------------------------------------------------------------------------
+# ---- what a rollout consists of ----------------------------------------------------------------------------------
 
 
 @st.composite
@@ -120,8 +126,13 @@ def test_a_rollout_consists_of_exactly_what_was_sampled_and_what_was_inserted(
                 before = (*branch.prompt_ids.tolist(), *ids[:n])
                 found.append((before, token, sampled))
                 own = next_token(before)
-                assert (token, branch.logprobs[n]) == pytest.approx(own) if sampled else branch.logprobs[n] == 0.0
-        # Every sampled id is in exactly one branch, in the context in which it was sampled, and no other id is marked as sampled.
+                assert (
+                    (token, branch.logprobs[n]) == pytest.approx(own)
+                    if sampled
+                    else branch.logprobs[n] == 0.0
+                )
+        # Every sampled id is in exactly one branch, in the context in which it was sampled, and no other id is marked
+        # as sampled.
         assert sorted(x for x in found if x[2]) == sorted(x for x in added[key] if x[2])
         assert set(found) <= set(added[key])
         assert len({branch.key for branch in rollout.branches}) == len(rollout.branches)
@@ -209,7 +220,7 @@ def test_two_branches_of_a_rollout_may_be_sampled_at_once_and_share_its_budget()
         run(twice)
 
 
-# ---- no barrier ------------------------------------------------------------------------------------------------------
+# ---- no barrier --------------------------------------------------------------------------------------------------
 
 
 def test_a_slow_tool_holds_no_other_rollout() -> None:
@@ -256,19 +267,29 @@ def test_a_program_that_waits_for_something_else_than_the_engine_is_given_up_aft
         run(program, patience=0.2)
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
+# ---- errors ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
-        (ValueError("no such city"), LockstepError, "the program of rollout p2#0 raised ValueError: no such city"),
+        (
+            ValueError("no such city"),
+            LockstepError,
+            "the program of rollout p2#0 raised ValueError: no such city",
+        ),
         (SystemExit(3), LockstepError, "the program of rollout p2#0 raised SystemExit: 3"),
-        (asyncio.CancelledError(), LockstepError, "the program of rollout p2#0 was cancelled by its own code"),
+        (
+            asyncio.CancelledError(),
+            LockstepError,
+            "the program of rollout p2#0 was cancelled by its own code",
+        ),
         (InputError("give a tool"), InputError, "give a tool"),
     ],
 )
-def test_an_error_of_one_program_ends_the_others(error: BaseException, kind: type[Exception], message: str) -> None:
+def test_an_error_of_one_program_ends_the_others(
+    error: BaseException, kind: type[Exception], message: str
+) -> None:
     cancelled: list[RequestKey] = []
 
     async def program(c: Conversation) -> None:
@@ -322,8 +343,14 @@ def test_an_error_of_whoever_is_handed_a_rollout_is_the_callers() -> None:
         (lambda answers: answers[1:], "1 of 4 requests were not answered, p3#0 among them"),
         (lambda answers: [*answers, answers[0]], "two answers came for p3#0"),
         (lambda answers: [replace(a, key=RequestKey("x", 0)) for a in answers], "an answer came for x#0"),
-        (lambda answers: [replace(a, prompt_ids=a.prompt_ids[1:]) for a in answers], "used 2 prompt ids, not the 3"),
-        (lambda answers: [replace(a, weight_versions=a.weight_versions - 1) for a in answers], "sampled at versions"),
+        (
+            lambda answers: [replace(a, prompt_ids=a.prompt_ids[1:]) for a in answers],
+            "used 2 prompt ids, not the 3",
+        ),
+        (
+            lambda answers: [replace(a, weight_versions=a.weight_versions - 1) for a in answers],
+            "sampled at versions",
+        ),
     ],
 )
 def test_an_answer_that_is_not_to_what_was_asked_ends_the_generation(change: Any, message: str) -> None:
@@ -382,7 +409,9 @@ def test_a_rollout_with_tokens_of_other_weights_than_the_trainers_is_refused() -
         await c.sample(1)
 
     engine = PlayedEngine(versions=(7, 8))
-    with pytest.raises(ProofError, match=r"p0#0 has tokens sampled at versions \[7, 8\]; the trainer last pushed 7"):
+    with pytest.raises(
+        ProofError, match=r"p0#0 has tokens sampled at versions \[7, 8\]; the trainer last pushed 7"
+    ):
         collect(
             [start.prompt for start in starts()],
             engine,  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""Environments: TRL's convention, in one thread or in processes of their own; one that fails costs its own rollout only."""
+"""Environments:
+
+TRL's convention, in one thread or in processes of their own; one that fails costs its own rollout only.
+"""
 
 from __future__ import annotations
 
@@ -76,8 +79,13 @@ def stage() -> Iterator[Callable[..., Stage]]:
 def test_public_methods_are_the_tools_and_state_stays_between_calls(place: str, stage: Any) -> None:
     found = stage(PLACES[place]("Guess"))
     assert sorted(found.one.tools) == ["guess", "hang", "hint", "leave", "thread"]
-    assert found.one.tools["hint"].schema["function"]["parameters"]["properties"]["kind"]["enum"] == ["low", "high"]
-    assert found.reset(answer=7, prompt=[{"role": "user", "content": "Guess."}]) == " The number has one digit."
+    assert found.one.tools["hint"].schema["function"]["parameters"]["properties"]["kind"]["enum"] == [
+        "low",
+        "high",
+    ]
+    assert (
+        found.reset(answer=7, prompt=[{"role": "user", "content": "Guess."}]) == " The number has one digit."
+    )
     assert [found.call("guess", number=n) for n in (3, 9)] == ["higher", "lower"]
     assert found.reward() == 0.0
     assert found.call("hint", kind="high") == "8"
@@ -173,7 +181,8 @@ def test_an_environment_may_answer_as_the_user_and_that_is_no_tool(place: str, s
 
 
 @pytest.mark.parametrize(
-    ("how", "message"), [("raises", "lost for words"), ("hangs", "no result within"), ("a number", "returned int")]
+    ("how", "message"),
+    [("raises", "lost for words"), ("hangs", "no result within"), ("a number", "returned int")],
 )
 def test_an_environment_that_cannot_answer_fails(how: str, message: str, stage: Any) -> None:
     found = stage(games.Spoken)

@@ -17,12 +17,15 @@ from lockstep.rollouts.wire import decode, encode
 
 DTYPES = st.sampled_from([np.int64, np.float32, np.float64, np.bool_])
 # The arrays include NaNs with any bits, infinities, −0, and denormals.
-ARRAYS = DTYPES.flatmap(lambda dtype: drawn.arrays(dtype, drawn.array_shapes(min_dims=1, max_dims=2, min_side=0)))
+ARRAYS = DTYPES.flatmap(
+    lambda dtype: drawn.arrays(dtype, drawn.array_shapes(min_dims=1, max_dims=2, min_side=0))
+)
 # Keys that look like the mark of an encoded array.
 NAMES = st.sampled_from(["array", "array'", "array''", "value", "tag", "", "\u2028"])
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | NAMES
 VALUES = st.recursive(
-    PLAIN | ARRAYS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES | st.text(), inner, max_size=4)
+    PLAIN | ARRAYS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES | st.text(), inner, max_size=4),
 )
 
 
@@ -31,7 +34,9 @@ def same(one: Any, other: Any) -> bool:
         alike = isinstance(other, np.ndarray) and (one.dtype, one.shape) == (other.dtype, other.shape)
         return alike and one.tobytes() == other.tobytes()
     if isinstance(one, dict):
-        return isinstance(other, dict) and list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+        return (
+            isinstance(other, dict) and list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+        )
     if isinstance(one, list):
         return isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and repr(one) == repr(other)
@@ -50,7 +55,9 @@ def test_arrays_arrive_read_only_and_numbers_that_json_has_no_word_for_arrive() 
         found["x"][0] = 1.0
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), np.array(["a"]), np.array([{}]), np.array([1], np.uint8), 1j])
+@pytest.mark.parametrize(
+    "value", [{1, 2}, object(), np.array(["a"]), np.array([{}]), np.array([1], np.uint8), 1j]
+)
 def test_what_is_neither_json_nor_an_array_of_numbers_is_not_sent(value: Any) -> None:
     with pytest.raises(TypeError, match="cannot be sent"):
         encode([value])

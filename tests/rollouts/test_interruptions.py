@@ -1,4 +1,6 @@
-"""Interrupted completions equal, token for token, those of a simple loop that inserts the interruption where it is due."""
+"""Interrupted completions equal, token for token, those of a simple loop that inserts the interruption where it is
+due.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ import pytest
 from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
-from played_engine import END, LETTERS, TOKENIZER, VOCABULARY, PlayedEngine, decode, kept_ids, kept_of, next_token
+from played_engine import (
+    END,
+    LETTERS,
+    TOKENIZER,
+    VOCABULARY,
+    PlayedEngine,
+    decode,
+    kept_ids,
+    kept_of,
+    next_token,
+)
 
 from lockstep.contract.inbox import check_answers
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey, request_seed
@@ -76,7 +88,9 @@ def token_by_token(request: GenerationRequest, interruption: Interruption) -> Co
 def asked(count: int, **sampling: Any) -> list[GenerationRequest]:
     keys = [RequestKey(f"p{i // 2}", i % 2) for i in range(count)]
     limit = Sampling(**{"max_tokens": 20, **sampling})
-    return [GenerationRequest(key, (1, 2, i + 4), limit, request_seed(1, 7, key)) for i, key in enumerate(keys)]
+    return [
+        GenerationRequest(key, (1, 2, i + 4), limit, request_seed(1, 7, key)) for i, key in enumerate(keys)
+    ]
 
 
 tokens = st.integers(1, 3)
@@ -86,26 +100,34 @@ tokens = st.integers(1, 3)
 def cases(draw: st.DrawFn) -> tuple[list[GenerationRequest], Interruption]:
     after, ids = draw(st.integers(1, 8)), draw(st.lists(tokens, min_size=1, max_size=4))
     earliest = draw(st.none() | st.integers(1, after))
-    interruption = Interruption(after, tuple(ids), tuple(draw(st.lists(tokens, min_size=1, max_size=2))), earliest)
+    interruption = Interruption(
+        after, tuple(ids), tuple(draw(st.lists(tokens, min_size=1, max_size=2))), earliest
+    )
     rooms = st.integers(1, earliest or after) | st.integers(after + len(ids) + 1, 24)
     stop = tuple(draw(st.lists(st.text("abc", min_size=1, max_size=4), max_size=2)))
     requests = asked(draw(st.integers(1, 8)), stop=stop, top_p=draw(st.sampled_from([0.9, 1.0])))
     salt = draw(st.integers(0, VOCABULARY - 1))
     return [
-        replace(r, prompt_ids=(*r.prompt_ids.tolist(), salt), sampling=replace(r.sampling, max_tokens=draw(rooms)))
+        replace(
+            r, prompt_ids=(*r.prompt_ids.tolist(), salt), sampling=replace(r.sampling, max_tokens=draw(rooms))
+        )
         for r in requests
     ], interruption
 
 
 @draws(100)
 @given(cases())
-def test_what_comes_out_is_what_one_loop_over_tokens_gives(case: tuple[list[GenerationRequest], Interruption]) -> None:
+def test_what_comes_out_is_what_one_loop_over_tokens_gives(
+    case: tuple[list[GenerationRequest], Interruption],
+) -> None:
     requests, interruption = case
     seen: list[Any] = []
     found = sampled(requests, PlayedEngine(), interruption, seen)
     assert found == {r.key: token_by_token(r, interruption) for r in requests}
     # Each completion is handed over once, as a whole.
-    assert sorted((r.completion for r in seen), key=lambda c: c.key) == sorted(found.values(), key=lambda c: c.key)
+    assert sorted((r.completion for r in seen), key=lambda c: c.key) == sorted(
+        found.values(), key=lambda c: c.key
+    )
     assert check_answers(requests, found.values(), [7]) == found
 
 
@@ -137,7 +159,8 @@ def test_all_three_ways_occur_and_each_asks_for_what_it_needs_alone() -> None:
 
 
 def test_a_stop_string_that_begins_in_one_part_and_ends_in_the_next_ends_the_completion() -> None:
-    # When thinking has ended, both parts are one text. A string with the interruption in the middle is not a stop string.
+    # When thinking has ended, both parts are one text. A string with the interruption in the middle is not a stop
+    # string.
     (request,) = asked(1, stop=("ab",), top_p=0.9)
 
     def says(ids: str) -> Callable[[list[Completion]], list[Completion]]:
@@ -160,7 +183,11 @@ def test_a_stop_string_that_begins_in_one_part_and_ends_in_the_next_ends_the_com
 
     interruption = Interruption(3, (3,), (3,))
     (ended,) = sampled([request], PlayedEngine(change=says("aca|bcb")), interruption).values()
-    assert (decode(ended.token_ids), ended.finish_reason, ended.logprobs.tolist()) == ("acab", "stop", [-1.0] * 4)
+    assert (decode(ended.token_ids), ended.finish_reason, ended.logprobs.tolist()) == (
+        "acab",
+        "stop",
+        [-1.0] * 4,
+    )
     assert ended.weight_versions.tolist() == [7] * 4
     assert ended.kept_ids == kept_ids([[token, 10] for token in ended.token_ids])
     (apart,) = sampled([request], PlayedEngine(change=says("aaa|bcb")), interruption).values()
@@ -183,7 +210,9 @@ def test_what_was_put_in_bears_the_version_that_first_read_it() -> None:
     ],
 )
 @pytest.mark.parametrize("at", [0, 1])
-def test_an_answer_that_is_not_to_what_was_asked_is_refused_in_either_part(change: Any, proof: str, at: int) -> None:
+def test_an_answer_that_is_not_to_what_was_asked_is_refused_in_either_part(
+    change: Any, proof: str, at: int
+) -> None:
     engine = PlayedEngine()
     engine.change = lambda answers: change(answers) if len(engine.rounds) == at + 1 else answers
     with pytest.raises(ProofError) as caught:

@@ -51,7 +51,9 @@ def test_each_verdict_is_about_its_own_pair_of_texts() -> None:
     assert seen[-1] is False
 
 
-@pytest.mark.parametrize("answer", [(1, 0, -1), np.array([1, 0, -1]), torch.tensor([1, 0, -1]), [np.int64(1), 0, -1]])
+@pytest.mark.parametrize(
+    "answer", [(1, 0, -1), np.array([1, 0, -1]), torch.tensor([1, 0, -1]), [np.int64(1), 0, -1]]
+)
 def test_any_list_of_integers_is_taken(answer: Any) -> None:
     found = judge_pairs(PAIRS, Judge(answer), 60.0)
     assert found == [1, 0, -1]

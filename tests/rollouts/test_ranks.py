@@ -1,4 +1,7 @@
-"""One rank alone needs no process group and keeps its errors. For several ranks see tests/extras/trl/test_trl_ranks.py."""
+"""One rank alone needs no process group and keeps its errors.
+
+For several ranks see tests/extras/trl/test_trl_ranks.py.
+"""
 
 from __future__ import annotations
 

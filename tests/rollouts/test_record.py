@@ -70,7 +70,9 @@ WRONG: dict[str, Callable[[Rollout], Rollout]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_rollout_that_differs_from_its_answers_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollout_that_differs_from_its_answers_is_refused(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert len(run(branched)) == 4
     honest = Conversation.rollout
     monkeypatch.setattr(Conversation, "rollout", lambda self: WRONG[what](honest(self)))
@@ -81,7 +83,10 @@ def test_a_rollout_that_differs_from_its_answers_is_refused(what: str, monkeypat
 
 @pytest.mark.parametrize("texts", [("ab", "cab", "a."), ("ab", "cabab", "b.")])
 def test_turns_that_are_cut_behind_a_stop_string_are_proven(texts: tuple[str, ...], monkeypatch: Any) -> None:
-    """The stop string bc began in the first turn. The third turn begins with the ids that were cut from the second one, or not."""
+    """The stop string bc began in the first turn.
+
+    The third turn begins with the ids that were cut from the second one, or not.
+    """
 
     async def three(conversation: Conversation) -> None:
         for _ in texts:

@@ -30,7 +30,12 @@ COMPLETIONS = ["46, and so on and on and on", "w", "no", " b c d"]
 def classifier(labels: int = 1, **fields: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    settings = {"vocab_size": 384, "max_position_embeddings": 128, "initializer_range": 0.3, "num_labels": labels}
+    settings = {
+        "vocab_size": 384,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+        "num_labels": labels,
+    }
     config = LlamaConfig(**{**sizes, **settings, "attention_dropout": 0.5, "pad_token_id": None, **fields})
     return LlamaForSequenceClassification(config)
 
@@ -53,7 +58,9 @@ def alone(model: PreTrainedModel, text: str) -> float:
 @pytest.mark.parametrize("budget", [1, 60, 100_000])
 def test_a_score_is_that_of_the_text_alone_whatever_the_batch(budget: int) -> None:
     model = classifier()
-    found = RewardModel(model, make_tokenizer(), tokens_per_batch=budget)(prompts=PROMPTS, completions=COMPLETIONS)
+    found = RewardModel(model, make_tokenizer(), tokens_per_batch=budget)(
+        prompts=PROMPTS, completions=COMPLETIONS
+    )
     expected = [alone(model, p + c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
     assert found == pytest.approx(expected, abs=1e-5)
     assert len({round(score, 3) for score in found}) == 4
@@ -62,7 +69,9 @@ def test_a_score_is_that_of_the_text_alone_whatever_the_batch(budget: int) -> No
 def test_a_model_that_looks_both_ways_does_not_look_at_padding() -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = BertForSequenceClassification(BertConfig(vocab_size=384, num_labels=1, initializer_range=0.5, **sizes))
+    model = BertForSequenceClassification(
+        BertConfig(vocab_size=384, num_labels=1, initializer_range=0.5, **sizes)
+    )
     found = RewardModel(model, make_tokenizer())(prompts=PROMPTS, completions=COMPLETIONS)
     expected = [alone(model, p + c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
     assert found == pytest.approx(expected, abs=1e-5)
@@ -97,7 +106,9 @@ def test_messages_go_through_the_models_own_chat_template() -> None:
     answer = [{"role": "assistant", "content": "world"}]
     found = RewardModel(model, tokenizer)(prompts=[prompt, started], completions=[answer, answer])
     whole = "<|user|>hello<|end|><|assistant|>{}world<|end|>"
-    assert found == pytest.approx([alone(model, whole.format("")), alone(model, whole.format("it is "))], abs=1e-5)
+    assert found == pytest.approx(
+        [alone(model, whole.format("")), alone(model, whole.format("it is "))], abs=1e-5
+    )
 
 
 def test_dropout_is_off_and_no_gradient_is_kept_even_when_the_owner_trains_the_model() -> None:
@@ -137,7 +148,9 @@ def test_a_missing_pad_token_becomes_the_end_token_and_the_model_knows() -> None
         (classifier, [[{"role": "user", "content": "a"}]], "needs a completion of messages"),
     ],
 )
-def test_what_a_reward_model_cannot_score_is_one_clear_error(make: Any, prompts: list[Any], message: str) -> None:
+def test_what_a_reward_model_cannot_score_is_one_clear_error(
+    make: Any, prompts: list[Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         RewardModel(make(), make_tokenizer())(prompts=prompts, completions=["b"])
 
@@ -147,7 +160,10 @@ def test_messages_without_a_chat_template_and_empty_texts_are_refused() -> None:
     tokenizer.chat_template = None
     reward = RewardModel(classifier(), tokenizer)
     with pytest.raises(InputError, match="has no chat template"):
-        reward(prompts=[[{"role": "user", "content": "a"}]], completions=[[{"role": "assistant", "content": "b"}]])
+        reward(
+            prompts=[[{"role": "user", "content": "a"}]],
+            completions=[[{"role": "assistant", "content": "b"}]],
+        )
     with pytest.raises(InputError, match="no tokens together"):
         reward(prompts=["", "a"], completions=["", "b"])
     assert reward(prompts=[], completions=[]) == []
@@ -164,13 +180,20 @@ def test_functions_names_and_models_mix_and_keep_their_order(saved: Path) -> Non
         "mine", "judge-of-texts", "judge-of-texts", "LlamaForSequenceClassification"
     ]  # fmt: skip
     scored = score_groups(groups(), found, [1.0] * 4)[1].rollouts[2]
-    assert list(scored.scores) == ["mine", "judge-of-texts_1", "judge-of-texts_2", "LlamaForSequenceClassification"]
+    assert list(scored.scores) == [
+        "mine",
+        "judge-of-texts_1",
+        "judge-of-texts_2",
+        "LlamaForSequenceClassification",
+    ]
     expected = alone(loaded, "question 1text 12")
     assert list(scored.scores.values()) == pytest.approx([1.0, expected, expected, expected], abs=1e-5)
 
 
 def test_one_entry_takes_one_tokenizer() -> None:
-    assert reward_name(reward_functions(classifier(), make_tokenizer())[0]) == "LlamaForSequenceClassification"
+    assert (
+        reward_name(reward_functions(classifier(), make_tokenizer())[0]) == "LlamaForSequenceClassification"
+    )
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,10 @@ def groups(conversational: bool = False) -> list[RolloutGroup]:
         source: Any = [{"role": "user", "content": f"question {p}"}] if conversational else f"question {p}"
         prompt = Prompt(f"row/{p}", (1, 2), source, {"answer": f"answer {p}"})
         rollouts = tuple(
-            Rollout(Completion(RequestKey(f"row/{p}", s), (1, 2), (3, s), (-0.1, -0.2), (0, 0), "stop"), f"text {p}{s}")
+            Rollout(
+                Completion(RequestKey(f"row/{p}", s), (1, 2), (3, s), (-0.1, -0.2), (0, 0), "stop"),
+                f"text {p}{s}",
+            )
             for s in range(3)
         )
         made.append(RolloutGroup(prompt, rollouts))
@@ -66,7 +69,10 @@ def test_functions_get_prompts_completions_ids_columns_and_state_by_keyword() ->
 
 
 def test_each_score_goes_to_its_own_rollout() -> None:
-    assert rewards_of(lambda completions, **_: [float(text[-2:]) for text in completions]) == [[0, 1, 2], [10, 11, 12]]
+    assert rewards_of(lambda completions, **_: [float(text[-2:]) for text in completions]) == [
+        [0, 1, 2],
+        [10, 11, 12],
+    ]
 
 
 def test_several_functions_are_weighed_and_none_is_left_out_of_the_sum() -> None:
@@ -142,7 +148,14 @@ def test_a_wrong_answer_is_one_clear_error(function: Any, message: str) -> None:
 def test_a_rollout_that_no_function_scored_has_no_reward_and_the_others_keep_theirs() -> None:
     found = score_groups(groups(), [lambda **_: [1.0, None, 3.0, float("nan"), 5.0, None]], [2.0])
     assert str([group.rewards for group in found]) == "[[2.0, nan, 6.0], [nan, 10.0, nan]]"
-    assert [rollout.scored for group in found for rollout in group.rollouts] == [True, False, True, False, True, False]
+    assert [rollout.scored for group in found for rollout in group.rollouts] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_no_prompts_are_no_error() -> None:
@@ -157,7 +170,9 @@ class Objects:
         return [float(text[-1]) for text in completions]
 
 
-@pytest.mark.parametrize("function", [Objects(), functools.partial(Objects()), functools.partial(Objects(), extra=1)])
+@pytest.mark.parametrize(
+    "function", [Objects(), functools.partial(Objects()), functools.partial(Objects(), extra=1)]
+)
 def test_an_object_with_a_coroutine_call_is_awaited_in_partials_too(function: Any) -> None:
     assert rewards_of(function) == [[0, 1, 2]] * 2
     assert list(score_groups(groups(), [function], [1.0])[0].rollouts[0].scores) == ["Objects"]
@@ -315,7 +330,9 @@ sys.settrace(lambda *_: None)
     assert found.stdout.split("\n")[:-1] == (["too slow"] if is_late else []) + ["traced"], found.stderr
 
 
-def test_a_function_that_returns_just_at_its_limit_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_returns_just_at_its_limit_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The signal of the limit comes when the function has returned, before the limit has ended."""
     real, before = threading.Lock, signal.getsignal(signal.SIGVTALRM)
     # Functions of other tests may still be at work in threads of their own.
@@ -362,7 +379,9 @@ def test_what_belongs_to_an_event_loop_may_live_as_long_as_the_run() -> None:
     assert len(loops) == 1
 
 
-def test_after_a_function_has_blocked_the_loop_the_next_one_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_function_has_blocked_the_loop_the_next_one_gets_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(coroutines, "GRACE", 0.01)
     done = threading.Event()
 
@@ -403,7 +422,10 @@ def fails_inside(completions: list[str], **_: Any) -> list[float]:
         (ones, r"add \*\*kwargs to its parameters, as in def reward\(completions, \*\*kwargs\)$"),
         (ones_later, r"add \*\*kwargs to its parameters"),
         (functools.partial(ones), r"add \*\*kwargs to its parameters"),
-        (asks_for_more, "asks for solution, and reward functions get answer, completion_ids, .*: rename the parameter"),
+        (
+            asks_for_more,
+            "asks for solution, and reward functions get answer, completion_ids, .*: rename the parameter",
+        ),
         (fails_inside, r"unsupported operand type\(s\) for \+: 'int' and 'str'$"),
     ],
 )

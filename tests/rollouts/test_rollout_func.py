@@ -37,7 +37,9 @@ def test_rows_become_rollouts_of_their_prompts_in_trls_order() -> None:
     assert [str(r.key) for r in rollouts] == ["row/0#0", "row/0#1", "row/1#0", "row/1#1"]
     assert [r.completion.prompt_ids.tolist() for r in rollouts] == columns()["prompt_ids"]
     assert [r.completion.token_ids.tolist() for r in rollouts] == columns()["completion_ids"]
-    assert [r.completion.logprobs.tolist() for r in rollouts] == [pytest.approx(row) for row in columns()["logprobs"]]
+    assert [r.completion.logprobs.tolist() for r in rollouts] == [
+        pytest.approx(row) for row in columns()["logprobs"]
+    ]
     assert [r.finish_reason for r in rollouts] == ["stop", "length", "length", "stop"]
     assert {int(v) for r in rollouts for v in r.completion.weight_versions} == {7}
     assert rollouts[0].text == "text [10, 0]"
@@ -72,7 +74,12 @@ def test_other_columns_go_to_reward_functions_by_rollout() -> None:
 
 def test_finish_reasons_may_be_given() -> None:
     found = groups(columns(finish_reasons=["length", "stop", "stop", "length"]))
-    assert [r.finish_reason for group in found for r in group.rollouts] == ["length", "stop", "stop", "length"]
+    assert [r.finish_reason for group in found for r in group.rollouts] == [
+        "length",
+        "stop",
+        "stop",
+        "length",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +87,10 @@ def test_finish_reasons_may_be_given() -> None:
     [
         ([1, 2], "returned list, not a dict"),
         (columns(logprobs=None), r"must return keys \['logprobs'\]"),
-        (columns(prompt_ids=[[1]]), "1 rows in 'prompt_ids' for 4 rollouts: it gets each prompt once per rollout"),
+        (
+            columns(prompt_ids=[[1]]),
+            "1 rows in 'prompt_ids' for 4 rollouts: it gets each prompt once per rollout",
+        ),
         (columns(score=[1.0]), "1 rows in 'score'"),
         (
             columns(completion_ids=[[10, 50], [11], [14], [15]]),
@@ -94,14 +104,20 @@ def test_finish_reasons_may_be_given() -> None:
         ),
         (columns(completion_ids=[[1] * 7, [11], [14], [15]]), "at most 6 completion ids and 12 ids in all"),
         (columns(prompt_ids=[[1] * 11, [1], [1], [1]]), "11 prompt ids and 2 completion ids"),
-        (columns(logprobs=[[-0.1], [-0.3] * 3, [-0.6], [-0.7] * 3]), "one number for each of the 2 completion ids"),
+        (
+            columns(logprobs=[[-0.1], [-0.3] * 3, [-0.6], [-0.7] * 3]),
+            "one number for each of the 2 completion ids",
+        ),
         (columns(logprobs=[[-0.1, None], [-0.3] * 3, [-0.6], [-0.7] * 3]), "one number for each"),
         (columns(logprobs=[[-0.1, float("nan")], [-0.3] * 3, [-0.6], [-0.7] * 3]), "nan is not a log-prob"),
         (columns(logprobs=[[-0.1, 0.5], [-0.3] * 3, [-0.6], [-0.7] * 3]), "0.5 is not a log-prob"),
         (columns(env_mask=[[1, 2], [1] * 3, [1], [1] * 3]), "a 1 or a 0 for each of the 2 completion ids"),
         (columns(env_mask=[[1], [1] * 3, [1], [1] * 3]), "a 1 or a 0 for each"),
         (columns(env_mask=[[1, 1], [1] * 3, [0], [1] * 3]), r"row 2 .*nothing was sampled"),
-        (columns(logprob_token_ids=[[10, 1], [11, 12, 13], [14], [15, 16, 0]]), "the log-probs belong to other tokens"),
+        (
+            columns(logprob_token_ids=[[10, 1], [11, 12, 13], [14], [15, 16, 0]]),
+            "the log-probs belong to other tokens",
+        ),
         (columns(finish_reasons=["eos", "stop", "stop", "stop"]), "finish_reasons has 'eos'"),
     ],
 )

@@ -31,7 +31,8 @@ def calls() -> Iterator[ToolCalls]:
     made.close()
 
 
-# Passes of the event loop between the end of a call and the look of the driver. After the last number a rollout has gone on.
+# Passes of the event loop between the end of a call and the look of the driver. After the last number a rollout has
+# gone on.
 @pytest.mark.parametrize("passes", range(12))
 @pytest.mark.parametrize("owner", ["rollout", "environment"])
 def test_a_call_is_open_until_its_rollout_has_gone_on_whenever_the_driver_looks(

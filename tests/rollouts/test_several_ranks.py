@@ -1,4 +1,6 @@
-"""Three ranks in separate processes: arrays arrive complete, a value for all ranks is encoded once, and no rank waits forever."""
+"""Three ranks in separate processes: arrays arrive complete, a value for all ranks is encoded once, and no rank waits
+forever.
+"""
 
 from __future__ import annotations
 
@@ -65,12 +67,16 @@ def test_each_rank_gets_its_own_answer_and_parts_of_any_length(found: list[dict[
     assert all(rank["shared"] == [[], [True], [False, False]] for rank in found)
 
 
-def test_what_the_owner_made_arrives_bit_for_bit_and_was_encoded_once_for_all(found: list[dict[str, Any]]) -> None:
+def test_what_the_owner_made_arrives_bit_for_bit_and_was_encoded_once_for_all(
+    found: list[dict[str, Any]],
+) -> None:
     assert {rank["made"] for rank in found} == {UNUSUAL.tobytes().hex()}
     assert [rank["answers encoded"] for rank in found] == [1, 0, 0]
 
 
-def test_what_cannot_be_sent_is_an_error_on_every_rank_and_the_next_call_works(found: list[dict[str, Any]]) -> None:
+def test_what_cannot_be_sent_is_an_error_on_every_rank_and_the_next_call_works(
+    found: list[dict[str, Any]],
+) -> None:
     assert all("rank 2: TypeError: set cannot be sent" in rank["cannot be sent"] for rank in found)
     assert all("rank 0: TypeError: object cannot be sent" in rank["cannot be answered"] for rank in found)
     assert all(rank["afterwards"] == [0, 1, 2] for rank in found)

@@ -90,7 +90,9 @@ class Played:
             name: Extension(tokenizer, [END], tools=[*schemas, *more])
             for name, more in ({name: kind.schemas for name, kind in kinds.items()} or {None: ()}).items()
         }
-        self.program = ToolProgram(self.extensions, tools, self.calls, self.environments, iterations, longest_token=40)
+        self.program = ToolProgram(
+            self.extensions, tools, self.calls, self.environments, iterations, longest_token=40
+        )
 
     def run(
         self, *, rows: int = 8, samples: int = 4, tokens: int = 160, columns: dict[str, Any] | None = None
@@ -98,7 +100,9 @@ class Played:
         prompts = []
         for i in range(rows):
             source = [{"role": "user", "content": f"what is {i} + {i}"}]
-            name = (columns or {}).get("environment") if self.environments and self.environments.routed else None
+            name = (
+                (columns or {}).get("environment") if self.environments and self.environments.routed else None
+            )
             prompts.append(Prompt(f"row/{i}", self.extensions[name].prompt(source), source, columns or {}))
         starts = starts_for(prompts, Sampling(tokens), num_generations=samples, run_seed=3, version=7)
         with Driver(self.engine, self.tokenizer, Record, self.calls) as driver:
@@ -124,7 +128,9 @@ def play(engine: Engine, tokenizer: PreTrainedTokenizerFast) -> Iterator[Callabl
 
 def parts(completion: Completion) -> list[tuple[bool, np.ndarray]]:
     """The sampled and inserted stretches of a branch, in order."""
-    sampled = np.ones(len(completion.token_ids), np.bool_) if completion.sampled is None else completion.sampled
+    sampled = (
+        np.ones(len(completion.token_ids), np.bool_) if completion.sampled is None else completion.sampled
+    )
     edges = [0, *(np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist(), len(sampled)]
     return [(bool(sampled[a]), completion.token_ids[a:b]) for a, b in pairwise(edges)]
 
@@ -165,7 +171,9 @@ def test_every_sampled_token_of_every_turn_has_the_log_prob_of_its_whole_context
     assert np.median(unread) > 10 * NEAR
 
 
-def test_inserted_ids_are_the_results_of_the_calls_before_them(play: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_inserted_ids_are_the_results_of_the_calls_before_them(
+    play: Any, tokenizer: PreTrainedTokenizerFast
+) -> None:
     delays = random.Random(1)
 
     async def product(a: int, b: int) -> str:
@@ -221,7 +229,9 @@ def test_reward_functions_get_the_conversation_in_trls_form(play: Any) -> None:
         called = [call["function"] for m in messages for call in m.get("tool_calls", ())]
         answered = [m for m in messages if m["role"] == "tool"]
         assert all(set(call) == {"name", "arguments"} for call in called)
-        assert [m["name"] for m in answered if "name" in m] == ["multiply"] * sum("name" in m for m in answered)
+        assert [m["name"] for m in answered if "name" in m] == ["multiply"] * sum(
+            "name" in m for m in answered
+        )
         assert rollout.notes["tool_calls"] == len(answered) + _given_back(rollout, called, answered)
         json.dumps(rollout.notes)
 
@@ -234,13 +244,19 @@ def _given_back(rollout: Rollout, called: list[Any], answered: list[Any]) -> int
 def test_a_malformed_call_is_answered_with_an_error_and_counted(play: Any) -> None:
     rollouts = play().run(rows=16)
     errors = [
-        m for r in rollouts for m in r.notes["messages"] if m["role"] == "tool" and m["content"].startswith('{"error"')
+        m
+        for r in rollouts
+        for m in r.notes["messages"]
+        if m["role"] == "tool" and m["content"].startswith('{"error"')
     ]
     assert any("name" not in m for m in errors), "no call was malformed"
     assert any("name" in m for m in errors), "no call was refused by its tool"
     whole = [r for r in rollouts if r.finish_reason != "length"]
     said = [
-        m for r in whole for m in r.notes["messages"] if m["role"] == "tool" and m["content"].startswith('{"error"')
+        m
+        for r in whole
+        for m in r.notes["messages"]
+        if m["role"] == "tool" and m["content"].startswith('{"error"')
     ]
     assert sum(r.notes["tool_failures"] for r in whole) == len(said)
 
@@ -249,7 +265,9 @@ def test_a_malformed_call_is_answered_with_an_error_and_counted(play: Any) -> No
 def test_no_more_iterations_than_allowed(iterations: int, play: Any) -> None:
     rollouts = play(iterations=iterations).run(rows=16)
     assert max(len(r.finish_reasons) for r in rollouts) == iterations + 1
-    assert any("tool_calls" in r.notes["messages"][-1] for r in rollouts), "no rollout was stopped by the limit"
+    assert any("tool_calls" in r.notes["messages"][-1] for r in rollouts), (
+        "no rollout was stopped by the limit"
+    )
     if not iterations:
         assert all(r.notes["tool_calls"] == 0 for r in rollouts)
 
@@ -302,7 +320,9 @@ def test_the_finish_reason_of_each_turn_stands_with_its_end_and_its_message(play
         sampled = np.ones(len(branch.token_ids), np.bool_) if branch.sampled is None else branch.sampled
         ends = np.flatnonzero(np.diff(np.append(sampled, False).astype(int)) == -1) + 1
         assert [turn.end for turn in rollout.turns] == ends.tolist()
-        assert [bool(branch.token_ids[end - 1] == END) for end in ends] == [r == "stop" for r in rollout.finish_reasons]
+        assert [bool(branch.token_ids[end - 1] == END) for end in ends] == [
+            r == "stop" for r in rollout.finish_reasons
+        ]
         assert rollout.notes["finish_reasons"] == list(rollout.finish_reasons)
         assert len(rollout.turns) == sum(m["role"] == "assistant" for m in rollout.notes["messages"])
 
@@ -338,7 +358,7 @@ def test_text_of_a_result_that_looks_like_a_control_token_stays_text(
     assert answered
 
 
-# ---- environments ---------------------------------------------------------------------------------------------------
+# ---- environments ------------------------------------------------------------------------------------------------
 
 
 def test_a_reset_adds_to_the_prompt_and_the_reward_belongs_to_its_rollout(
@@ -371,7 +391,9 @@ def test_a_reset_adds_to_the_prompt_and_the_reward_belongs_to_its_rollout(
     ],
 )
 def test_an_environment_that_fails_costs_its_own_rollout_only(how: str, message: str, play: Any) -> None:
-    played = play(function=None, factory={"bad": Product, "good": Product}, timeout=0.3 if how == "hang" else 60.0)
+    played = play(
+        function=None, factory={"bad": Product, "good": Product}, timeout=0.3 if how == "hang" else 60.0
+    )
     bad = played.run(rows=4, columns={"environment": "bad", "how": how})
     failed = [rollout for rollout in bad if rollout.failed is not None]
     assert failed
@@ -391,7 +413,9 @@ def test_a_turn_without_a_call_is_answered_by_the_user_until_the_environment_end
 ) -> None:
     played = play(function=None, factory=factory)
     rollouts = played.run(rows=4, tokens=400)
-    whole = [rollout for rollout in rollouts if rollout.finish_reason == "stop" and "tool" not in roles(rollout)]
+    whole = [
+        rollout for rollout in rollouts if rollout.finish_reason == "stop" and "tool" not in roles(rollout)
+    ]
     assert whole
     assert any("tool" in roles(rollout) for rollout in rollouts)
     for rollout in whole:
@@ -402,7 +426,9 @@ def test_a_turn_without_a_call_is_answered_by_the_user_until_the_environment_end
         assert [m["content"] for m in messages if m["role"] == "assistant"] == spoken.heard
         assert rollout.notes["rewards"][type(spoken).__name__] == 3.0
         # The user's words are inserted as text: what looks like the end token in them ends nothing.
-        inserted = [tokenizer.decode(ids.tolist()) for sampled, ids in parts(rollout.completion) if not sampled]
+        inserted = [
+            tokenizer.decode(ids.tolist()) for sampled, ids in parts(rollout.completion) if not sampled
+        ]
         assert inserted == [f"<|user|>and {n}?<|end|><|end|><|assistant|>" for n in (1, 0)]
         logps = logps_of(model, rollout.completion)[rollout.completion.sampled_places]
         assert np.abs(logps - rollout.completion.sampled_logprobs).max() < NEAR

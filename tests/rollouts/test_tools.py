@@ -88,7 +88,10 @@ def test_a_schema_comes_from_type_hints_and_docstring() -> None:
     function = ALL["multiply"].schema["function"]
     assert function["name"] == "multiply"
     assert function["description"] == "The product of two numbers."
-    assert function["parameters"]["properties"]["a"] == {"type": "integer", "description": "The first number."}
+    assert function["parameters"]["properties"]["a"] == {
+        "type": "integer",
+        "description": "The first number.",
+    }
     assert function["parameters"]["required"] == ["a", "b"]
 
 
@@ -260,7 +263,9 @@ def test_a_tool_that_always_fails_in_one_way_is_found_and_others_are_not(calls: 
         ("multiply", {"a": "x", "b": "y"}, "can't multiply"),
     ],
 )
-def test_a_call_that_fails_gives_the_model_a_short_error(calls: ToolCalls, name: str, given: Any, message: str) -> None:
+def test_a_call_that_fails_gives_the_model_a_short_error(
+    calls: ToolCalls, name: str, given: Any, message: str
+) -> None:
     failed, fine = run(calls, (name, given), ("multiply", {"a": 6, "b": 7}))
     assert message in error_of(failed)
     assert (fine.text, fine.failed) == ("42", False)
@@ -305,7 +310,9 @@ def test_a_call_that_hangs_is_given_up_and_later_calls_are_answered(function: Ca
     assert isinstance(late.error, TookTooLong)
     assert error_of(late) == "no result within 0.2 s"
     calls.timeout = 60.0
-    assert [r.text for r in run(calls, ("multiply_later", {"a": 2, "b": 3}), ("multiply", {"a": 2, "b": 4}))] == [
+    assert [
+        r.text for r in run(calls, ("multiply_later", {"a": 2, "b": 3}), ("multiply", {"a": 2, "b": 4}))
+    ] == [
         "6",
         "8",
     ]
@@ -343,7 +350,9 @@ def test_the_driver_waits_for_quick_tools_and_only_once_for_a_slow_one(threads: 
     asyncio.run(play())
 
 
-def test_a_coroutine_function_of_an_environment_holds_the_engine_no_longer_than_a_tool(calls: ToolCalls) -> None:
+def test_a_coroutine_function_of_an_environment_holds_the_engine_no_longer_than_a_tool(
+    calls: ToolCalls,
+) -> None:
     async def play() -> None:
         running = asyncio.ensure_future(calls.call(hang_later, {}, calls.home))
         for _ in range(8):

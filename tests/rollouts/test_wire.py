@@ -14,7 +14,14 @@ from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, TurnEnd, seal_of
-from lockstep.rollouts.wire import decode, encode, groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
+from lockstep.rollouts.wire import (
+    decode,
+    encode,
+    groups_from_wire,
+    groups_to_wire,
+    scores_from_wire,
+    scores_to_wire,
+)
 from lockstep.tokens.arrays import KeptIds
 
 
@@ -46,7 +53,8 @@ def test_which_tokens_were_sampled_arrives_with_them() -> None:
     def partly(group: RolloutGroup) -> RolloutGroup:
         first, second = group.rollouts
         return replace(
-            group, rollouts=(replace(first, completion=replace(first.completion, sampled=(False, True))), second)
+            group,
+            rollouts=(replace(first, completion=replace(first.completion, sampled=(False, True))), second),
         )
 
     sent = [partly(group) for group in groups()]
@@ -62,7 +70,9 @@ def test_which_tokens_were_sampled_arrives_with_them() -> None:
 def test_kept_ids_arrive_with_their_completion_and_nowhere_else() -> None:
     def filtered(group: RolloutGroup, first: KeptIds) -> RolloutGroup:
         one, two = group.rollouts
-        return replace(group, rollouts=(replace(one, completion=replace(one.completion, kept_ids=first)), two))
+        return replace(
+            group, rollouts=(replace(one, completion=replace(one.completion, kept_ids=first)), two)
+        )
 
     sets = [KeptIds([5, 6, 7, 1, 6], [3, 5]), KeptIds([5, 6], [1, 2]), KeptIds([5, 6, 9], [1, 3])]
     sent = [filtered(group, kept) for group, kept in zip(groups(), sets, strict=True)]
@@ -94,7 +104,10 @@ def test_branches_and_notes_arrive_with_their_rollouts() -> None:
             for n, mask in ((2, (False, True)), (3, None))
         )
         second = replace(
-            second, further=others, turns=(TurnEnd(0, 1, "stop"), TurnEnd(2, 2, "length")), notes={"reward": 0.5}
+            second,
+            further=others,
+            turns=(TurnEnd(0, 1, "stop"), TurnEnd(2, 2, "length")),
+            notes={"reward": 0.5},
         )
         empty = Completion(first.completion.key, group.prompt.ids, (), (), (), "stop")
         return replace(group, rollouts=(replace(first, completion=empty), second))
@@ -148,11 +161,16 @@ def shown(*seeds: int) -> PromptPictures:
 
 
 def seeing_groups() -> list[RolloutGroup]:
-    """Prompts with two pictures, with one, and without. One rollout of the second prompt was shown a further picture."""
+    """Prompts with two pictures, with one, and without.
+
+    One rollout of the second prompt was shown a further picture.
+    """
     found = []
     for group, pictures in zip(groups(), (shown(0, 1), shown(2), None), strict=True):
         prompt = replace(group.prompt, pictures=pictures)
-        rollouts = tuple(replace(r, completion=replace(r.completion, pictures=pictures)) for r in group.rollouts)
+        rollouts = tuple(
+            replace(r, completion=replace(r.completion, pictures=pictures)) for r in group.rollouts
+        )
         found.append(RolloutGroup(prompt, rollouts))
     one, two = found[1].rollouts
     later = Completion(two.key._replace(call=1), (7, 7), (5,), (-0.1,), (4,), "stop", pictures=shown(2, 3))
@@ -191,7 +209,10 @@ def test_pictures_that_do_not_arrive_as_they_were_sent_are_refused(fault: str) -
     elif fault == "fewer":
         data["shown"] = data["shown"][:-1]
     else:
-        sent = [*sent[:2], *(replace(group, prompt=replace(group.prompt, pictures=None)) for group in sent[2:])]
+        sent = [
+            *sent[:2],
+            *(replace(group, prompt=replace(group.prompt, pictures=None)) for group in sent[2:]),
+        ]
         data["shown"] = [*data["shown"][:-1], data["shown"][0]]
     with pytest.raises(ProofError, match="parts do not fit each other"):
         arrived(data, sent)

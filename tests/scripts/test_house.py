@@ -42,16 +42,19 @@ FILES = {
     "run/loop.py": LOOP,
     "run/trainer.py": "from lockstep.run.loop import TrainingLoop\nclass Trainer: ...\n",
     "learn/events.py": "from typing import Protocol\nclass Watch(Protocol):\n    def forward(self, prompt): ...\n",
-    "learn/step.py": "from lockstep.tokens import text\nclass Step:\n    def learn(self, prompt):\n        text.read(prompt)\n",
+    "learn/step.py": "from lockstep.tokens import text\nclass Step:\n    def learn(self, prompt):\n        "
+    "text.read(prompt)\n",
     "tokens/text.py": "def read(prompt):\n    from lockstep.learn.step import Step\n    return prompt\n",
     "watch/gap.py": "def check_gap(prompt): ...\n",
-    "watch/forward.py": "from lockstep.errors import ProofError\ndef check(prompt) -> None:\n    raise ProofError(prompt)\n",
+    "watch/forward.py": "from lockstep.errors import ProofError\ndef check(prompt) -> None:\n    raise "
+    "ProofError(prompt)\n",
     "watch/run.py": (
         "from lockstep.watch.forward import check\n"
         "class RunWatch:\n    def forward(self, prompt):\n        check(prompt)\n"
     ),
     "engines/own.py": "def load():\n    from vllm import LLM\n",
-    "weights/push.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import vllm.config\nPLUGIN = 'vllm.plugins'\n",
+    "weights/push.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import vllm.config\nPLUGIN = "
+    "'vllm.plugins'\n",
 }
 ROUTE = "TrainingLoop.rollout Step.learn"
 
@@ -64,7 +67,9 @@ def tree(place: Path, changed: dict[str, str] | None = None) -> House:
     return House(place)
 
 
-def test_a_way_has_the_files_of_its_names_its_proofs_and_the_watch_but_not_what_is_behind_it(tmp_path: Path) -> None:
+def test_a_way_has_the_files_of_its_names_its_proofs_and_the_watch_but_not_what_is_behind_it(
+    tmp_path: Path,
+) -> None:
     found = way(tree(tmp_path), ROUTE)
     assert found.files == ["run/loop.py", "learn/step.py"]
     assert sorted(found.proofs) == ["learn/events.py", "watch/gap.py", "watch/run.py"]
@@ -79,7 +84,9 @@ def test_a_way_has_the_files_of_its_names_its_proofs_and_the_watch_but_not_what_
 def test_a_check_counts_as_a_proof_wherever_it_stands_and_a_call_that_gives_something_back_does_not(
     tmp_path: Path,
 ) -> None:
-    check = "from lockstep.errors import ProofError\ndef read(prompt) -> None:\n    raise ProofError(prompt)\n"
+    check = (
+        "from lockstep.errors import ProofError\ndef read(prompt) -> None:\n    raise ProofError(prompt)\n"
+    )
     assert "tokens/text.py" in way(tree(tmp_path, {"tokens/text.py": check}), ROUTE).proofs
     gives = check.replace("None", "str")
     assert "tokens/text.py" not in way(tree(tmp_path, {"tokens/text.py": gives}), ROUTE).proofs
@@ -136,7 +143,8 @@ def test_circles_are_counted_of_three_kinds_of_imports(tmp_path: Path) -> None:
 
 def test_a_touch_of_a_private_name_is_one_of_lockstep_in_any_form(tmp_path: Path) -> None:
     house = tree(
-        tmp_path, {"weights/push.py": "class Push:\n    def __init__(self):\n        self._digest = self._end = 1\n"}
+        tmp_path,
+        {"weights/push.py": "class Push:\n    def __init__(self):\n        self._digest = self._end = 1\n"},
     )
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_it.py").write_text(
@@ -156,7 +164,9 @@ def test_a_touch_of_a_private_name_is_one_of_lockstep_in_any_form(tmp_path: Path
     ]
 
 
-def test_a_case_of_the_mutation_list_with_a_path_is_counted_also_through_a_name_or_a_function(tmp_path: Path) -> None:
+def test_a_case_of_the_mutation_list_with_a_path_is_counted_also_through_a_name_or_a_function(
+    tmp_path: Path,
+) -> None:
     house = tree(tmp_path)
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "mutation_cases.py").write_text(
@@ -198,5 +208,9 @@ def test_a_field_of_ours_stands_in_one_place_of_the_rooms_that_know_configs() ->
     found = counts.field_places(House(Path(__file__).parents[2]))
     assert len(found) > 100
     for name, files in found.items():
-        own = [file for file in files if file.split("/")[0] in ("cli", "config", "learn", "run") and file not in aside]
+        own = [
+            file
+            for file in files
+            if file.split("/")[0] in ("cli", "config", "learn", "run") and file not in aside
+        ]
         assert len(own) == 1, (name, own)

@@ -38,7 +38,9 @@ os.rmdir("made")
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("library") / "kill_sweep.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", made, ROOT / "scripts" / "kill_sweep.c", "-ldl"], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", made, ROOT / "scripts" / "kill_sweep.c", "-ldl"], check=True
+    )
     return made
 
 
@@ -111,7 +113,9 @@ def test_the_night_counts_the_verdicts(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.release
 def test_a_sample_of_the_sweep_is_right() -> None:
-    (result,) = nightly.kill_sweep(5, time.monotonic() + 500, ["--only", "train,resume,merge", "--most", "12"])
+    (result,) = nightly.kill_sweep(
+        5, time.monotonic() + 500, ["--only", "train,resume,merge", "--most", "12"]
+    )
     assert result.ran > 0
     assert result.passed
 

@@ -39,7 +39,7 @@ WHOLE = total([1, 2])
 # How far it goes.
 def update(plugin: Plugin | None = None) -> float:
     return math.sqrt(WHOLE + 1)
-''',
+''',  # noqa: E501
     "src/lockstep/toys/sums.py": '''"""Sums."""
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def share(numbers: Iterable[int]) -> float:
     return total(numbers) / WHOLE
 ''',
     "src/lockstep/play/__init__.py": '"""Weights."""\n',
-    "src/lockstep/play/plugin.py": '"""The plugin."""\n\n\nclass Plugin: ...\n\n\ndef register() -> str:\n    return "here"\n',
+    "src/lockstep/play/plugin.py": '"""The plugin."""\n\n\nclass Plugin: ...\n\n\ndef register() -> str:\n    '
+    'return "here"\n',
     "src/lockstep/loop.py": '''"""The loop."""
 
 import importlib
@@ -111,7 +112,8 @@ def test_files_move_with_their_imports_paths_and_links(
 ) -> None:
     files = moved(
         repository, monkeypatch,
-        "toys/update.py", "learn/toys/updates.py", "toys/sums.py", "learn/toys/sums.py", "play/plugin.py", "play/vllm.py",
+        "toys/update.py", "learn/toys/updates.py", "toys/sums.py", "learn/toys/sums.py", "play/plugin.py",
+        "play/vllm.py",
         "tests/toys/test_update.py", "tests/learn/toys/test_update.py", "docs/internals/steps.md", "docs/steps.md",
     )  # fmt: skip
     assert not {name for name in files if "/toys/" in name and "learn" not in name}
@@ -168,12 +170,16 @@ def test_files_are_merged_into_one(repository: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("other", ["def total() -> None: ...\n", "most, total = 3, 4\n"])
-def test_two_things_of_one_name_are_not_merged(repository: Path, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+def test_two_things_of_one_name_are_not_merged(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
     (repository / "src/lockstep/play/plugin.py").write_text(other, encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["move.py", "--into", "toys/both.py", "toys/sums.py", "play/plugin.py"])
     with pytest.raises(SystemExit, match=r"several of the files have a total; rename all but one first"):
         move.main()
-    assert (repository / "src/lockstep/toys/sums.py").read_text(encoding="utf-8") == FILES["src/lockstep/toys/sums.py"]
+    assert (repository / "src/lockstep/toys/sums.py").read_text(encoding="utf-8") == FILES[
+        "src/lockstep/toys/sums.py"
+    ]
 
 
 def test_nothing_is_written_over(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,9 @@ def source(folder: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
     monkeypatch.setattr(mutations, "SOURCE", folder)
 
 
-def test_cases_fit_a_source_whose_files_stand_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_fit_a_source_whose_files_stand_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Both kinds: a text that is there once, and one that names the function it stands in.
     named = [case for case in MUTATIONS if case.within]
     cases = [*MUTATIONS[::40], *named[::4]]
@@ -48,7 +50,9 @@ def test_cases_fit_a_source_whose_files_stand_elsewhere(tmp_path: Path, monkeypa
 TWICE = "class A:\n    def close(self):\n        end(1)\n\n\nclass B:\n    def close(self):\n        end(1)\n"
 
 
-def test_a_text_that_stands_in_several_functions_names_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_stands_in_several_functions_names_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source(tmp_path, monkeypatch, one=TWICE, two="def other():\n    end(1)\n")
     case = Mutation("ends", "end(1)", "end(2)", "tests", within="B.close")
     assert mutated(case) == TWICE[::-1].replace(")1(dne", ")2(dne", 1)[::-1]
@@ -60,7 +64,10 @@ def test_a_text_that_stands_in_several_functions_names_its_own(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("within", "message"),
     [
-        ("", r"'end\(1\)' is 3 times in src/lockstep instead of once \(one\.py, two\.py\): lengthen the text"),
+        (
+            "",
+            r"'end\(1\)' is 3 times in src/lockstep instead of once \(one\.py, two\.py\): lengthen the text",
+        ),
         ("close", r"'end\(1\)' is 2 times in close of src/lockstep instead of once \(one\.py\): lengthen"),
         ("lose", r"'end\(1\)' is 0 times in lose of src/lockstep instead of once \(nowhere\): mend the case"),
     ],

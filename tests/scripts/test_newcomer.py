@@ -34,7 +34,12 @@ lockstep demo
 lockstep = 1
 ```
 """
-    found = ["make train", "lockstep demo", "lockstep", f"lockstep grpo --model_name_or_path {newcomer.MODEL} --seed 2"]
+    found = [
+        "make train",
+        "lockstep demo",
+        "lockstep",
+        f"lockstep grpo --model_name_or_path {newcomer.MODEL} --seed 2",
+    ]
     assert commands_of(page) == found
     assert files_of(page) == {"rewards.py": "# rewards.py\nlockstep = 1\n"}
 
@@ -42,7 +47,9 @@ lockstep = 1
 def test_every_command_line_of_a_block_is_typed_in_full() -> None:
     typed = {step.line for step in steps(TEXTS)[0]}
     for text in TEXTS.values():
-        lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.S) for line in block.splitlines()]
+        lines = [
+            line for block in re.findall(r"```bash\n(.*?)```", text, re.S) for line in block.splitlines()
+        ]
         for line in lines:
             words = line.partition("#")[0].replace("PATH_OR_HUB_ID", newcomer.MODEL).rstrip("\\ ")
             if words and not words.startswith((" ", "pip ")):
@@ -63,7 +70,9 @@ def test_the_short_newcomer_types_or_names_every_command() -> None:
     for text in TEXTS.values():
         for command in commands_of(text):
             short = row_of(command).short
-            assert row_of(command).installs or command in left_out or (short and short.format(command) in lines)
+            assert (
+                row_of(command).installs or command in left_out or (short and short.format(command) in lines)
+            )
     assert left_out == [f"lockstep verify --model {newcomer.MODEL}{more}" for more in ("", " --self-test")]
 
 

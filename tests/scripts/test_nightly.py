@@ -56,7 +56,9 @@ def test_the_release_tests_are_run_and_counted(tree: Path, capsys: pytest.Captur
 
 def test_a_program_whose_time_is_over_is_killed(tmp_path: Path) -> None:
     # Without the kill, this would end at the time limit of the test.
-    code = nightly.run_program([sys.executable, "-c", "import time; time.sleep(3600)"], soon(0.5), tmp_path / "log")
+    code = nightly.run_program(
+        [sys.executable, "-c", "import time; time.sleep(3600)"], soon(0.5), tmp_path / "log"
+    )
     assert code is None
 
 
@@ -174,5 +176,9 @@ def test_the_table_is_printed_if_a_part_breaks(capsys: pytest.CaptureFixture[str
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
-        night([Part("one", 0.5, lambda seed, until: [Result("good", 3, 9, 1.0)]), Part("two", 1.0, breaks)], 1, 3.0)
+        night(
+            [Part("one", 0.5, lambda seed, until: [Result("good", 3, 9, 1.0)]), Part("two", 1.0, breaks)],
+            1,
+            3.0,
+        )
     assert "3 of     9" in capsys.readouterr().out

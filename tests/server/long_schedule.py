@@ -1,4 +1,6 @@
-"""A seeded schedule of SIGKILLs and SIGSTOPs for a run on a server, and the processes that it meets (`test_long_schedule.py`)."""
+"""A seeded schedule of SIGKILLs and SIGSTOPs for a run on a server, and the processes that it meets
+(`test_long_schedule.py`).
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ class Sent(NamedTuple):
 def schedule(rounds: int, seed: int) -> list[Event]:
     """A list of 20 events per round: both signals to each of the five targets under both transports.
 
-    The transport changes with each start of the trainer. Therefore each part of a round ends with the death of a trainer.
+    The transport changes with each start of the trainer. Therefore each part of a round ends with the death of a
+    trainer.
     """
     draw = random.Random(seed)
     events: list[Event] = []
@@ -68,7 +71,9 @@ def schedule(rounds: int, seed: int) -> list[Event]:
             draw.shuffle(others)
             draw.shuffle(deadly)
             halves = [[*others[:4], deadly[0]], [*others[4:], deadly[1]]]
-            parts += [[Event(who, sign, transport, "", draw.random()) for who, sign in half] for half in halves]
+            parts += [
+                [Event(who, sign, transport, "", draw.random()) for who, sign in half] for half in halves
+            ]
         for part in (parts[0], parts[2], parts[1], parts[3]):
             events += part
     phases: list[str] = []
@@ -85,7 +90,9 @@ def schedule(rounds: int, seed: int) -> list[Event]:
 
 
 class Stack:
-    """A server with its supervisor, and a trainer of several ranks. What was killed is started again with the same command.
+    """A server with its supervisor, and a trainer of several ranks.
+
+    What was killed is started again with the same command.
 
     Args:
         fields: the fields of the run's config, without those that the stack sets.
@@ -199,7 +206,9 @@ class Stack:
             return
         if event.who == "supervisor":
             self.server.supervisor.wait(60)
-            wait_for(lambda: not any(map(runs, self._old)), "the end of the server whose supervisor was killed")
+            wait_for(
+                lambda: not any(map(runs, self._old)), "the end of the server whose supervisor was killed"
+            )
             self.server = self._serve()
         if event.who in ("trainer", "rank"):
             self.trainer.wait(_STUCK)
@@ -224,7 +233,8 @@ def run_disturbed(stack: Stack, name: str, events: Sequence[Event], seed: int, l
         assert stack.transport == event.transport
 
         def alive(done: bool) -> bool:
-            assert trainer.poll() is None, f"the trainer ended by itself after {sent[-3:]}: {trainer.returncode}"  # noqa: B023
+            ended = trainer.poll()  # noqa: B023
+            assert ended is None, f"the trainer ended by itself after {sent[-3:]}: {ended}"
             return done
 
         if since == 2:
@@ -260,17 +270,28 @@ def newest(run: Path) -> int:
 def table(sent: Sequence[Sent]) -> str:
     """How many signals met each phase of the trainer, per target and signal, as Markdown."""
     met = Counter((signal.who, signal.sign, signal.phase) for signal in sent)
-    phases = [phase for phase in (LOADING, *PHASES, "verify", "between phases") if any(key[2] == phase for key in met)]
+    phases = [
+        phase
+        for phase in (LOADING, *PHASES, "verify", "between phases")
+        if any(key[2] == phase for key in met)
+    ]
     rows = [["signal", *phases, "sum"]]
     for who in TARGETS:
         for sign in ("SIGKILL", "SIGSTOP"):
             counts = [met[who, sign, phase] for phase in phases]
             rows.append([f"{sign} to {who}", *map(str, counts), str(sum(counts))])
-    rows.append(["sum", *(str(sum(met[key] for key in met if key[2] == phase)) for phase in phases), str(len(sent))])
+    rows.append(
+        ["sum", *(str(sum(met[key] for key in met if key[2] == phase)) for phase in phases), str(len(sent))]
+    )
     down = sum(not one.answers for one in sent)
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(
-        [lines[0], "|---" * len(rows[0]) + "|", *lines[1:], f"{down} signals met a server that was down or loading"]
+        [
+            lines[0],
+            "|---" * len(rows[0]) + "|",
+            *lines[1:],
+            f"{down} signals met a server that was down or loading",
+        ]
     )
 
 

@@ -63,7 +63,9 @@ def routes(untied_dir: str) -> list[tuple[str, str]]:
 
 def test_no_route_of_vllms_answers_without_the_key(server: Server, routes: list[tuple[str, str]]) -> None:
     assert len(routes) > 40
-    assert {"/collective_rpc", "/update_weights", "/pause", "/metrics", "/v1/completions"} <= {p for _, p in routes}
+    assert {"/collective_rpc", "/update_weights", "/pause", "/metrics", "/v1/completions"} <= {
+        p for _, p in routes
+    }
     with httpx.Client(trust_env=False) as client:
         for method, path in [*routes, *ODD]:
             for shown in WRONG:
@@ -84,18 +86,24 @@ def test_the_routes_are_those_that_the_server_has(server: Server, routes: list[t
     """Send a method that no route takes: an existing path refuses it, and nothing is started."""
     key = {"Authorization": f"Bearer {KEY}"}
     with httpx.Client(trust_env=False, headers=key) as client:
-        there = {path for _, path in routes if client.request("PROPFIND", server.url + path).status_code == 405}
+        there = {
+            path for _, path in routes if client.request("PROPFIND", server.url + path).status_code == 405
+        }
     assert {"/collective_rpc", "/update_weights", "/pause", "/resume", "/inference/v1/generate"} <= there
 
 
 def test_health_is_open_and_the_key_opens_the_rest(server: Server) -> None:
     assert httpx.get(server.url + "/health", trust_env=False).status_code == 200
-    answer = httpx.get(server.url + "/weight_info", headers={"Authorization": f"Bearer {KEY}"}, trust_env=False)
+    answer = httpx.get(
+        server.url + "/weight_info", headers={"Authorization": f"Bearer {KEY}"}, trust_env=False
+    )
     assert answer.status_code == 200
 
 
 def test_the_key_calls_no_method_of_vllms_workers(server: Server) -> None:
-    with httpx.Client(trust_env=False, headers={"Authorization": f"Bearer {KEY}"}, follow_redirects=True) as client:
+    with httpx.Client(
+        trust_env=False, headers={"Authorization": f"Bearer {KEY}"}, follow_redirects=True
+    ) as client:
         for path in (
             "/collective_rpc",
             "/collective_rpc/",
@@ -103,7 +111,10 @@ def test_the_key_calls_no_method_of_vllms_workers(server: Server) -> None:
             "/collective_rpc?method=lockstep_state",
         ):
             for method in ("shutdown", "get_model", "reset_weights", "lockstep"):
-                assert client.post(server.url + path, json={"method": method}).status_code == 403, (path, method)
+                assert client.post(server.url + path, json={"method": method}).status_code == 403, (
+                    path,
+                    method,
+                )
         alive = client.post(server.url + "/collective_rpc", json={"method": "lockstep_alive"})
         assert alive.json() == {"results": [{}]}
 
@@ -149,7 +160,9 @@ def test_nothing_is_unpickled_whatever_the_servers_environment_says(server: Serv
     headers = {"Authorization": f"Bearer {KEY}"}
 
     def post(where: str, body: dict) -> int:
-        return httpx.post(server.url + where, json=body, headers=headers, trust_env=False, timeout=60).status_code
+        return httpx.post(
+            server.url + where, json=body, headers=headers, trust_env=False, timeout=60
+        ).status_code
 
     assert post("/start_weight_update", {}) == 200
     for info in ({"ipc_handles_pickled": pickled}, {"transport": "shared_memory", "tensors": [pickled]}):

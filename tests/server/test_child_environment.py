@@ -30,11 +30,22 @@ KEY = "a-key-for-tests-only"
 SOURCE = Path(lockstep.__file__).parent
 # Calls that start a process.
 STARTS = {"Popen", "create_subprocess_exec", "create_subprocess_shell", "check_output", "check_call", "popen"}
-STARTS |= {"posix_spawn", "posix_spawnp", "spawnv", "spawnve", "execv", "ProcessPoolExecutor", "Process", "Pool"}
+STARTS |= {
+    "posix_spawn",
+    "posix_spawnp",
+    "spawnv",
+    "spawnve",
+    "execv",
+    "ProcessPoolExecutor",
+    "Process",
+    "Pool",
+}
 
 
 def starts_of(path: Path) -> list[ast.Call]:
-    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    calls = [
+        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
+    ]
     whole = ("subprocess.run", "os.system")
     return [call for call in calls if name_of(call) in STARTS or ast.unparse(call.func) in whole]
 
@@ -50,7 +61,12 @@ def test_every_start_of_a_process_chooses_its_environment() -> None:
         for call in calls:
             given = [ast.unparse(word.value) for word in call.keywords if word.arg == "env"]
             assert given, f"{path.relative_to(SOURCE)}:{call.lineno} gives its process everything"
-            ours = ("for_users_code()", "for_helpers()", "_environment(base_url, api_key)", "self._environment")
+            ours = (
+                "for_users_code()",
+                "for_helpers()",
+                "_environment(base_url, api_key)",
+                "self._environment",
+            )
             assert any(name in given[0] for name in ours), (path, given)
 
 
@@ -103,7 +119,9 @@ def test_no_process_gets_the_servers_key(start: str, tmp_path: Path, monkeypatch
     assert ("of-another-service" in found) == (start not in helpers)
 
 
-def test_vllms_workers_beside_a_trainer_do_not_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_workers_beside_a_trainer_do_not_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     with process_start(2, tmp_path):
         assert KEY_VARIABLE not in os.environ
@@ -121,4 +139,6 @@ assert {KEY_VARIABLE!r} not in os.environ
 assert guards_key() == {KEY!r}
 KeyGuard(None)  # it raises an error if it has no key
 """
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, KEY_VARIABLE: KEY}, check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, KEY_VARIABLE: KEY}, check=True, timeout=120
+    )

@@ -81,6 +81,8 @@ def test_a_server_without_lora_is_refused_with_the_command_that_starts_one(
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     made = connect(server.url, enable_lora=True)
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    with pytest.raises(InputError, match="start it with 'lockstep serve MODEL --enable_lora --max_lora_rank 4'"):
+    with pytest.raises(
+        InputError, match="start it with 'lockstep serve MODEL --enable_lora --max_lora_rank 4'"
+    ):
         made.update_weights(peft.get_peft_model(make_model(), adapter), 1)  # type: ignore[arg-type]
     made.close()

@@ -1,4 +1,6 @@
-"""Servers join and leave a run between two generations, by a file of URLs, or because they stay away. The weights do not change.
+"""Servers join and leave a run between two generations, by a file of URLs, or because they stay away.
+
+The weights do not change.
 
 Each run is compared, bit for bit, with the run on one server that nothing happens to.
 """
@@ -87,7 +89,9 @@ def other_digest(workers: list[Any]) -> list[Any]:
 
 
 def other_outputs(workers: list[Any]) -> list[Any]:
-    return [{name: encode_floats(decode_floats(text) + 1) for name, text in worker.items()} for worker in workers]
+    return [
+        {name: encode_floats(decode_floats(text) + 1) for name, text in worker.items()} for worker in workers
+    ]
 
 
 def gone(workers: list[Any]) -> list[Any]:
@@ -113,7 +117,9 @@ def test_servers_join_when_they_are_proven_and_leave_by_the_file_and_the_weights
 
         def named(*urls: str, fault: Any = None) -> Callable[[GRPOTrainer, ExitStack], None]:
             def write(trainer: GRPOTrainer, held: ExitStack) -> None:
-                file.write_text("# the servers of this run\n\n" + "".join(f"{url}  # a server\n" for url in urls))
+                file.write_text(
+                    "# the servers of this run\n\n" + "".join(f"{url}  # a server\n" for url in urls)
+                )
                 if fault is not None:
                     held.enter_context(fault)
 
@@ -127,7 +133,9 @@ def test_servers_join_when_they_are_proven_and_leave_by_the_file_and_the_weights
                 3: named(one, two, fault=other_scores(two)),
                 4: named(one, two, fault=damaged_answers(two, "lockstep_probe", gone)),
                 # At step 5 the file is the same: the server that was refused is not tried again, and the run goes on.
-                6: named(one, other.url, one.replace("127.0.0.1", "localhost"), f"http://127.0.0.1:{free_port()}"),
+                6: named(
+                    one, other.url, one.replace("127.0.0.1", "localhost"), f"http://127.0.0.1:{free_port()}"
+                ),
                 7: named(two, one),
                 9: lambda *_: file.write_text("gpu-node"),
                 10: named(two),
@@ -216,7 +224,10 @@ def test_a_server_that_does_not_come_back_leaves_and_joins_again_when_it_is_back
     assert (joined["step"], joined["joined"], joined["servers"]) == (3, [lost.url], [server.url, lost.url])
     assert not joined["refused"]
     said = capfd.readouterr().out
-    assert f"the server at {lost.url} has left the run, which goes on with 1 server: it did not come back" in said
+    assert (
+        f"the server at {lost.url} has left the run, which goes on with 1 server: it did not come back"
+        in said
+    )
     assert f"the server at {lost.url} has joined the run, which goes on with 2 servers" in said
     starts = [line for line in read_receipt(tmp_path / "run" / "receipt.jsonl") if line["kind"] == "start"]
     assert [line["servers"] for line in starts] == [[server.url, lost.url]]

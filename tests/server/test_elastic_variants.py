@@ -29,8 +29,12 @@ from lockstep.watch.receipt import read_receipt
 pytestmark = [*VLLM, pytest.mark.release, pytest.mark.usefixtures("server_key")]
 
 
-def run(model: str, folder: Path, *arguments: str, dtype: str = "float32", **changes: Any) -> tuple[GRPOTrainer, Any]:
-    """A run of seven steps on one server; a second one joins at step 1, the first one leaves at step 3, and joins at step 5."""
+def run(
+    model: str, folder: Path, *arguments: str, dtype: str = "float32", **changes: Any
+) -> tuple[GRPOTrainer, Any]:
+    """A run of seven steps on one server; a second one joins at step 1, the first one leaves at step 3, and joins at
+    step 5.
+    """
     file = folder / "servers.txt"
     with (
         serve(model, folder, *arguments, dtype=dtype) as first,
@@ -41,7 +45,9 @@ def run(model: str, folder: Path, *arguments: str, dtype: str = "float32", **cha
             return lambda *_: file.write_text("\n".join(urls))
 
         file.write_text(first.url)
-        steps = Steps({1: named(first.url, second.url), 3: named(second.url), 5: named(first.url, second.url)})
+        steps = Steps(
+            {1: named(first.url, second.url), 3: named(second.url), 5: named(first.url, second.url)}
+        )
         settings = {"vllm_server_url_file": str(file), "max_steps": 7, "logging_steps": 1, **changes}
         trainer = make_trainer(model, folder / "run", None, **settings)
         train(trainer, steps)
@@ -61,12 +67,15 @@ def logged(trainer: GRPOTrainer, name: str) -> list[float]:
 
 
 def test_a_server_that_leaves_finishes_what_it_samples_ahead(untied_dir: str, tmp_path: Path) -> None:
-    trainer, (steps, _, second) = run(untied_dir, tmp_path, max_staleness=2, vllm_importance_sampling_correction=True)
+    trainer, (steps, _, second) = run(
+        untied_dir, tmp_path, max_staleness=2, vllm_importance_sampling_correction=True
+    )
     assert max(logged(trainer, "staleness/max")) >= 1
     assert steps.answered[-1] | steps.answered[-2] >= {second}
     lines = [line for line in read_receipt(tmp_path / "run" / "receipt.jsonl") if line["kind"] == "step"]
     assert all(
-        line["sampled_tokens"] == line["checked_tokens"] + line["stale_tokens"] + line["aside_tokens"] for line in lines
+        line["sampled_tokens"] == line["checked_tokens"] + line["stale_tokens"] + line["aside_tokens"]
+        for line in lines
     )
 
 
@@ -74,7 +83,14 @@ def test_the_push_after_a_join_sends_changed_elements_to_all_servers(untied_dir:
     few = {"bf16": True, "learning_rate": 1e-6, "vllm_weight_transport": "gloo", "vllm_weight_deltas": True}
     trainer, (steps, first, second) = run(untied_dir, tmp_path, dtype="bfloat16", **few)
     assert steps.in_full == [""] * 7
-    assert steps.answered == [{first}, {first, second}, {first, second}, {second}, {second}, *[{first, second}] * 2]
+    assert steps.answered == [
+        {first},
+        {first, second},
+        {first, second},
+        {second},
+        {second},
+        *[{first, second}] * 2,
+    ]
     sent = logged(trainer, "push/bytes")
     whole = sum(p.numel() for p in trainer.trained_by_name()["policy"].parameters()) * 2
     # The first generation is pushed as the start's proof was: nothing has changed.
@@ -87,8 +103,17 @@ def test_a_server_that_joins_gets_base_and_adapter_under_the_name_that_requests_
 ) -> None:
     lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     arguments = "--enable_lora", "--max_lora_rank", "8"
-    trainer, (steps, first, second) = run(untied_dir, tmp_path, *arguments, peft_config=lora, vllm_enable_lora=True)
-    assert steps.answered == [{first}, {first, second}, {first, second}, {second}, {second}, *[{first, second}] * 2]
+    trainer, (steps, first, second) = run(
+        untied_dir, tmp_path, *arguments, peft_config=lora, vllm_enable_lora=True
+    )
+    assert steps.answered == [
+        {first},
+        {first, second},
+        {first, second},
+        {second},
+        {second},
+        *[{first, second}] * 2,
+    ]
     assert max(logged(trainer, "parity/mean_abs_gap")) < 1e-5
 
 
@@ -99,7 +124,9 @@ def score(completion_ids, **_):
 
 
 def test_two_ranks_go_on_with_the_servers_that_the_first_one_has(untied_dir: str, tmp_path: Path) -> None:
-    """A server joins while both ranks train, and the other one leaves, both by the file that only the first rank reads."""
+    """A server joins while both ranks train, and the other one leaves, both by the file that only the first rank
+    reads.
+    """
     (rewards := tmp_path / "rewards.py").write_text(REWARDS)
     file, last = tmp_path / "servers.txt", 24
 

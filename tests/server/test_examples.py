@@ -1,7 +1,7 @@
 """The examples run unchanged on a tiny model: their calls, their proofs, and their output.
 
-The script with a server runs in CI as forks of the suite's fork server. Before a release it runs as in a user's shell: with imports
-and with the compilation of vLLM's sampler, which take a minute.
+The script with a server runs in CI as forks of the suite's fork server. Before a release it runs as in a user's
+shell: with imports and with the compilation of vLLM's sampler, which take a minute.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def test_a_trainer_of_ones_own_samples_learns_updates_and_proves(
     steps = re.findall(r"^step (\d): reward (\S+), largest gap (\S+)$", out, re.MULTILINE)
     assert [number for number, _, _ in steps] == ["0", "1", "2"]
     assert all(0 <= float(reward) <= 1 and float(gap) < 1e-3 for _, reward, gap in steps)
-    (modules, error, gap) = re.findall(r"proved at the end: (\d+) modules, worst \S+ by (\S+); gap (\S+)", out)[0]
+    (modules, error, gap) = re.findall(
+        r"proved at the end: (\d+) modules, worst \S+ by (\S+); gap (\S+)", out
+    )[0]
     assert int(modules) > 10
     assert max(float(error), float(gap)) < 1e-3
     assert out.splitlines()[-1].startswith("{'prompt': -")
@@ -74,8 +76,12 @@ def test_trls_trainer_with_one_assignment_proves_every_push(
         assert float(ratio) == pytest.approx(1.0, abs=1e-3)
 
 
-# What `lockstep` is in the script: a real interpreter as in a user's shell, or a fork that has imported the libraries already.
-COMMANDS = {"interpreter": "-m lockstep.cli.main", "fork": str(Path(__file__).parents[1] / "forked_command.py")}
+# What `lockstep` is in the script: a real interpreter as in a user's shell, or a fork that has imported the libraries
+# already.
+COMMANDS = {
+    "interpreter": "-m lockstep.cli.main",
+    "fork": str(Path(__file__).parents[1] / "forked_command.py"),
+}
 
 
 @pytest.mark.long
@@ -87,7 +93,12 @@ def test_the_script_serves_trains_and_stops_its_server(kind: str, untied_dir: st
     shim.chmod(shim.stat().st_mode | stat.S_IXUSR)
     port, run = free_port(), tmp_path / "run"
     fields: dict[str, Any] = {"max_steps": 2, "save_steps": 2, "train_size": 24, "eval_size": 4}
-    fields |= {"per_device_train_batch_size": 8, "num_generations": 4, "num_generations_eval": 2, "output_dir": run}
+    fields |= {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "num_generations_eval": 2,
+        "output_dir": run,
+    }
     environment = {n: value for n, value in os.environ.items() if n != KEY_VARIABLE}
     if kind == "interpreter":
         # As in a user's shell: with the compilation that conftest.py turns off.
@@ -96,7 +107,11 @@ def test_the_script_serves_trains_and_stops_its_server(kind: str, untied_dir: st
     environment |= {"LOCKSTEP_EXAMPLE_MODEL": untied_dir, "LOCKSTEP_EXAMPLE_PORT": str(port)}
     words = [str(word) for name, value in fields.items() for word in (f"--{name}", value)]
     done = subprocess.run(
-        ["bash", str(EXAMPLES / "server_mode.sh"), *words], env=environment, capture_output=True, text=True, timeout=600
+        ["bash", str(EXAMPLES / "server_mode.sh"), *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert f"is ready at http://127.0.0.1:{port}" in done.stderr

@@ -1,11 +1,12 @@
 """Training runs whose servers and network fail in known ways.
 
-Each run continues and ends with the weights of a run without a fault, bit for bit. Or it stops with one error before it learns from
-wrong data, and reaches those weights when it is resumed.
+Each run continues and ends with the weights of a run without a fault, bit for bit. Or it stops with one error before
+it learns from wrong data, and reaches those weights when it is resumed.
 
-CI injects one fault for each way in which the trainer reacts: a lost answer, a late answer, an answer to a request that was sent
-twice, a push that is lost before, while and after its weights are sent, and a wrong answer. `test_sick_answers.py` shows for each
-fault and each call that the engine is lost or the answer is refused. All faults in whole runs are tested before a release.
+CI injects one fault for each way in which the trainer reacts: a lost answer, a late answer, an answer to a request
+that was sent twice, a push that is lost before, while and after its weights are sent, and a wrong answer.
+`test_sick_answers.py` shows for each fault and each call that the engine is lost or the answer is refused. All faults
+in whole runs are tested before a release.
 """
 
 from __future__ import annotations
@@ -49,7 +50,12 @@ PUSH = [
     ("empty", "/weight_info"),
     ("cut", "/resume"),
 ]
-PUSH_OFTEN = [("cut", "/pause"), ("late", "/update_weights"), ("cut", "/finish_weight_update"), ("cut", "/resume")]
+PUSH_OFTEN = [
+    ("cut", "/pause"),
+    ("late", "/update_weights"),
+    ("cut", "/finish_weight_update"),
+    ("cut", "/resume"),
+]
 # Wrong answers, their number, and the proof that detects them.
 LIES = [
     ("token_lost", 1, "logprobs"),
@@ -104,13 +110,17 @@ def proxy(server: Server) -> Iterator[FaultyProxy]:
 
 
 @pytest.fixture(scope="module")
-def expected(server: Server, proxy: FaultyProxy, untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+def expected(
+    server: Server, proxy: FaultyProxy, untied_dir: str, tmp_path_factory: pytest.TempPathFactory
+) -> Expected:
     """The weights before the first step of a run without faults, and after each step."""
 
     @functools.cache
     def whole(steps: int) -> list[Weights]:
         watch = Faults(proxy, {})
-        trainer = make_trainer(untied_dir, tmp_path_factory.mktemp("whole"), server.url, **SETTINGS, max_steps=steps)
+        trainer = make_trainer(
+            untied_dir, tmp_path_factory.mktemp("whole"), server.url, **SETTINGS, max_steps=steps
+        )
         last = train(trainer, watch)
         return [*watch.begun, last]
 
@@ -136,7 +146,12 @@ def test_whatever_happens_to_an_answer_the_run_goes_on_with_the_right_data(
 
 
 # A transport takes part in four of the calls; the other calls are the same for both.
-PUSHES = [("shared_memory", PUSH_OFTEN), ("gloo", PUSH_OFTEN[1:3]), ("shared_memory", PUSH), ("gloo", PUSH[1:5])]
+PUSHES = [
+    ("shared_memory", PUSH_OFTEN),
+    ("gloo", PUSH_OFTEN[1:3]),
+    ("shared_memory", PUSH),
+    ("gloo", PUSH[1:5]),
+]
 
 
 @pytest.mark.parametrize(("transport", "calls"), portion(PUSHES, lambda push: push in PUSHES[:2]))
@@ -179,7 +194,9 @@ def test_false_answers_stop_the_run_before_it_learns_and_it_resumes_to_the_same_
     check_receipt(tmp_path / "receipt.jsonl")
 
 
-def test_gradients_that_are_reversed_later_stop_a_run(untied_dir: str, server: Server, tmp_path: Path) -> None:
+def test_gradients_that_are_reversed_later_stop_a_run(
+    untied_dir: str, server: Server, tmp_path: Path
+) -> None:
     # With this seed a part of the third step is checked.
     trainer = make_trainer(untied_dir, tmp_path, server.url, seed=8, max_steps=4, **SETTINGS)
 

@@ -1,7 +1,7 @@
 """Runs with sampling filters on a real server, with and without generations ahead.
 
-The server sends kept ids over HTTP, and pushes happen in the middle of completions. CI tests all filters without staleness, and
-kept ids with generations ahead and two steps per generation. The other rows are tested before a release.
+The server sends kept ids over HTTP, and pushes happen in the middle of completions. CI tests all filters without
+staleness, and kept ids with generations ahead and two steps per generation. The other rows are tested before a release.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from lockstep import GRPOConfig, GRPOTrainer
 
 pytestmark = [*VLLM, pytest.mark.long, pytest.mark.usefixtures("server_key")]
 KEPT = {"top_p": 0.95, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1}
-RULES = {"presence_penalty": 0.5, "min_tokens": 2, "bad_words": ["th"], "vllm_structured_outputs_regex": "[a-z ]{4,60}"}
+RULES = {
+    "presence_penalty": 0.5,
+    "min_tokens": 2,
+    "bad_words": ["th"],
+    "vllm_structured_outputs_regex": "[a-z ]{4,60}",
+}
 
 
 @pytest.mark.parametrize(
@@ -31,12 +36,19 @@ RULES = {"presence_penalty": 0.5, "min_tokens": 2, "bad_words": ["th"], "vllm_st
     ],
 )
 def test_the_gap_of_a_run_with_filters_on_a_server_is_that_of_a_run_without(
-    filters: dict[str, Any], max_staleness: int, num_iterations: int, server: Server, untied_dir: str, tmp_path: Path
+    filters: dict[str, Any],
+    max_staleness: int,
+    num_iterations: int,
+    server: Server,
+    untied_dir: str,
+    tmp_path: Path,
 ) -> None:
     args = GRPOConfig(
-        output_dir=str(tmp_path), vllm_server_base_url=server.url, vllm_server_timeout=240.0, max_staleness=max_staleness,
+        output_dir=str(tmp_path), vllm_server_base_url=server.url, vllm_server_timeout=240.0,
+        max_staleness=max_staleness,
         num_generations=4, num_iterations=num_iterations, per_device_train_batch_size=8, max_completion_length=40,
-        max_steps=4, logging_steps=1, learning_rate=1e-3, save_strategy="no", report_to=[], bf16=False, disable_tqdm=True,
+        max_steps=4, logging_steps=1, learning_rate=1e-3, save_strategy="no", report_to=[], bf16=False,
+        disable_tqdm=True,
         **filters,
     )  # fmt: skip
     data = datasets.Dataset.from_dict({"prompt": [f"number {i}" for i in range(40)]})

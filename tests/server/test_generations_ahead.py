@@ -1,7 +1,9 @@
-"""Generations that a real server samples while the trainer learns: right prompts, tokens of known age, and a complete proof.
+"""Generations that a real server samples while the trainer learns: right prompts, tokens of known age, and a complete
+proof.
 
-CI has one case per kind of trainer and shape of generation, and loses the engine at a cut connection. The methods that share their
-trainer's code with one of these cases, and a server that is killed meanwhile, are tested before a release.
+CI has one case per kind of trainer and shape of generation, and loses the engine at a cut connection. The methods
+that share their trainer's code with one of these cases, and a server that is killed meanwhile, are tested before a
+release.
 """
 
 from __future__ import annotations
@@ -38,7 +40,13 @@ from lockstep.learn.methods.ppo import PPOConfig
 from lockstep.learn.methods.reinforce_pp import ReinforcePPConfig
 from lockstep.learn.methods.rloo import RLOOConfig
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.run.trainers.methods import GRPOTrainer, OnlineDPOTrainer, PPOTrainer, ReinforcePPTrainer, RLOOTrainer
+from lockstep.run.trainers.methods import (
+    GRPOTrainer,
+    OnlineDPOTrainer,
+    PPOTrainer,
+    ReinforcePPTrainer,
+    RLOOTrainer,
+)
 from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.watch.receipt import check_receipt
 from lockstep.weights.push import push_weights
@@ -122,19 +130,29 @@ def test_every_token_has_the_log_prob_of_the_weights_it_is_stamped_with(
 def test_prompts_are_those_of_a_run_without_staleness_and_each_sample_has_its_own_seed(
     untied_dir: str, tmp_path: Path, server: Server
 ) -> None:
-    """Three prompts, two per generation, five generations at a time: the same prompt is sampled several times at once."""
+    """Three prompts, two per generation, five generations at a time: the same prompt is sampled several times at
+    once.
+    """
     turns, ahead = Watch(), Watch()
     data = datasets.Dataset.from_dict({"prompt": [f"what is {i} + {i + 3}" for i in range(3)]})
     for watch, changes in ((turns, {}), (ahead, {**AHEAD, "max_staleness": 4})):
         trainer = make_trainer(
-            untied_dir, tmp_path / str(len(changes)), server.url, data=data, max_steps=6, learning_rate=0.0, **changes
+            untied_dir,
+            tmp_path / str(len(changes)),
+            server.url,
+            data=data,
+            max_steps=6,
+            learning_rate=0.0,
+            **changes,
         )
         train(trainer, watch)
     for step in range(6):
         assert turns.generations[step].prompt_ids == ahead.generations[step].prompt_ids
     # The policy never changes, so the same seeds give the same completions at any time.
     for step in range(6):
-        for one, other in zip(turns.generations[step].completions, ahead.generations[step].completions, strict=True):
+        for one, other in zip(
+            turns.generations[step].completions, ahead.generations[step].completions, strict=True
+        ):
             assert one.token_ids.tolist() == other.token_ids.tolist()
     assert len({c.token_ids.tobytes() for g in ahead.generations.values() for c in g.completions}) > 6 * 4
 
@@ -190,7 +208,9 @@ def test_other_methods_and_shapes_learn_from_generations_ahead(
     trainer: OnlineTrainer
     groups = {"per_device_train_batch_size": 8, "max_completion_length": 20, "beta": 0.05}
     if kind == "RLOO":
-        trainer = RLOOTrainer(untied_dir, even_tokens, RLOOConfig(**common, **groups, num_generations=4), data)
+        trainer = RLOOTrainer(
+            untied_dir, even_tokens, RLOOConfig(**common, **groups, num_generations=4), data
+        )
     elif kind == "PPO":
         trainer = PPOTrainer(untied_dir, even_tokens, PPOConfig(**common, **groups, num_generations=1), data)
     elif kind == "REINFORCE++":
@@ -212,7 +232,8 @@ def test_other_methods_and_shapes_learn_from_generations_ahead(
     if kind == "interrupted":
         assert all(log["completions/interrupted"] > 0 for log in logs)
     counted = [
-        line["stale_tokens"] + line["checked_tokens"] + line.get("aside_tokens", 0) for line in steps_of(tmp_path)
+        line["stale_tokens"] + line["checked_tokens"] + line.get("aside_tokens", 0)
+        for line in steps_of(tmp_path)
     ]
     assert counted == [line["sampled_tokens"] for line in steps_of(tmp_path)]
     assert all(torch.isfinite(torch.tensor(log["loss"])) for log in logs)
@@ -250,15 +271,16 @@ def test_a_second_run_begins_without_open_requests(untied_dir: str, tmp_path: Pa
 def test_a_scoring_request_is_answered_before_generation_requests_that_wait(server: Server) -> None:
     engine = connect(server.url)
     push_weights(make_model(), engine, 1)
-    # Without priorities, the server would answer the score after all requests that came before it. This process may also read the
-    # answer so late that all other requests are answered too. Therefore there are several attempts.
+    # Without priorities, the server would answer the score after all requests that came before it. This process may
+    # also read the answer so late that all other requests are answered too. Therefore there are several attempts.
     assert any(waits_after_a_score(server, engine) for _ in range(5))
     engine.close()
 
 
 def waits_after_a_score(server: Server, engine: VLLMServer) -> bool:
     """Whether some of the requests that were sent before a score still wait when the score has arrived."""
-    # Four times as many requests as the server decodes together. They are long, so that the last of them wait for seconds.
+    # Four times as many requests as the server decodes together. They are long, so that the last of them wait for
+    # seconds.
     waiting, deadline = Asked(engine, long_requests(256, 400)), time.monotonic() + 60
     while server.waiting_requests() < 100:
         assert time.monotonic() < deadline
@@ -287,7 +309,8 @@ def test_a_run_goes_on_if_the_engine_is_lost_while_it_scores_the_canary(
     engine.submit_scores = submit
     train(trainer, watch)
     assert trainer.source.losses == 1
-    # The canary was requested once per step, and once more after the loss. At the start of training another call scores it.
+    # The canary was requested once per step, and once more after the loss. At the start of training another call
+    # scores it.
     assert [line["step"] for line in steps_of(tmp_path)] == [1, 2, 3, 4, 5]
     for generation in watch.generations.values():
         assert gap_by_version(watch.models, generation.completions) < 2e-3
@@ -297,8 +320,12 @@ def raise_(error: Exception) -> Any:
     raise error
 
 
-def test_an_evaluation_between_steps_is_of_the_policy_as_it_is(untied_dir: str, tmp_path: Path, server: Server) -> None:
-    trainer = make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=4, eval_strategy="steps", eval_steps=2)
+def test_an_evaluation_between_steps_is_of_the_policy_as_it_is(
+    untied_dir: str, tmp_path: Path, server: Server
+) -> None:
+    trainer = make_trainer(
+        untied_dir, tmp_path, server.url, **AHEAD, max_steps=4, eval_strategy="steps", eval_steps=2
+    )
     engine, limits = trainer.source.engine, set()
     real = engine.serve
 
@@ -310,7 +337,9 @@ def test_an_evaluation_between_steps_is_of_the_policy_as_it_is(untied_dir: str, 
     train(trainer)
     # The evaluation waits behind two generations, so its time limit includes theirs.
     assert limits == {3 * trainer.config.generation_timeout}
-    versions = {v for g in trainer.last_eval_groups for r in g.rollouts for v in r.completion.weight_versions.tolist()}
+    versions = {
+        v for g in trainer.last_eval_groups for r in g.rollouts for v in r.completion.weight_versions.tolist()
+    }
     assert versions == {4}
     assert [log["step"] for log in trainer.state.log_history if "eval_reward" in log] == [2, 4]
 

@@ -1,4 +1,7 @@
-"""Trainer and guarded server prove to each other that they have the key. A program without the key gets no information."""
+"""Trainer and guarded server prove to each other that they have the key.
+
+A program without the key gets no information.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ class Port:
         self.seen: list[httpx.Request] = []
         self.program: Any = None
         self.calls = ServerCalls("http://127.0.0.1:1", KEY, 5.0, loop, lambda: None)
-        self.calls.client = httpx.AsyncClient(transport=httpx.MockTransport(self._answer), base_url=self.calls.url)
+        self.calls.client = httpx.AsyncClient(
+            transport=httpx.MockTransport(self._answer), base_url=self.calls.url
+        )
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         self.seen.append(request)
@@ -60,7 +65,9 @@ class Port:
                 transport=httpx.ASGITransport(self.program), base_url=self.calls.url
             ) as client:
                 found = await client.send(request)
-                return httpx.Response(found.status_code, headers=found.headers, stream=httpx.ByteStream(found.content))
+                return httpx.Response(
+                    found.status_code, headers=found.headers, stream=httpx.ByteStream(found.content)
+                )
         status, headers, body = self.program(request)
         return httpx.Response(status, headers=headers, stream=httpx.ByteStream(json.dumps(body).encode()))
 
@@ -173,14 +180,20 @@ def test_a_server_that_was_started_by_hand_with_another_key_is_found_by_its_key_
     port.program = impostor
     with pytest.raises(EngineLost, match="without a proof"):
         calls.call("GET", "/weight_info")
-    for spoil in (lambda: None, lambda: write_key(tmp_path / "k", "a-third-key-in-the-file"), (tmp_path / "k").unlink):
+    for spoil in (
+        lambda: None,
+        lambda: write_key(tmp_path / "k", "a-third-key-in-the-file"),
+        (tmp_path / "k").unlink,
+    ):
         spoil()
         with pytest.raises(InputError, match="he key was not sent"):
             calls.call("POST", "/update_weights", {"weights": "secret"})
     assert "secret" not in port.sent()
 
 
-def replayed(port: Port, guard: KeyGuard, method: str, target: str, body: bytes, shown: str) -> tuple[int, str | None]:
+def replayed(
+    port: Port, guard: KeyGuard, method: str, target: str, body: bytes, shown: str
+) -> tuple[int, str | None]:
     """The status of a call that contains this `Authorization` header, and the proof of its answer."""
 
     async def status() -> tuple[int, str | None]:
@@ -222,7 +235,10 @@ def test_a_call_that_somebody_has_read_can_neither_be_sent_again_nor_made_anothe
     assert port.seen[-1].content == b'{"weights":1}'
     # Read on the way, and sent again: the same, or another call, body or query.
     old = port.seen[-1].headers["authorization"]
-    assert replayed(port, guard, "POST", "/update_weights?mode=keep&clear=false", port.seen[-1].content, old)[0] == 401
+    assert (
+        replayed(port, guard, "POST", "/update_weights?mode=keep&clear=false", port.seen[-1].content, old)[0]
+        == 401
+    )
     # Stopped on the way: whatever is made of it is refused, also after its number has come.
     signed = lambda: session.authorization("POST", "/pause", [("mode", "keep"), ("x", "a&b=c")], body)[1]  # noqa: E731
     for method, target, sent in (
@@ -236,7 +252,11 @@ def test_a_call_that_somebody_has_read_can_neither_be_sent_again_nor_made_anothe
         ("POST", "/pause?mode=keep&x=a%26b%3Dc", b'{"weights": 2}'),
         ("POST", "/pause?mode=keep&x=a%26b%3Dc", body + b" " * (1 << 20)),
     ):
-        assert replayed(port, guard, method, target, sent, signed()) == (401, None), (method, target, sent[:20])
+        assert replayed(port, guard, method, target, sent, signed()) == (401, None), (
+            method,
+            target,
+            sent[:20],
+        )
     # The order of the query is that of a proxy.
     shown = signed()
     assert replayed(port, guard, "POST", "/pause?x=a%26b%3Dc&mode=keep", body, shown)[0] == 200
@@ -311,7 +331,9 @@ _ENOUGH = 256 << 20
 
 @contextmanager
 def flood(head: bytes, part: bytes, pause: float = 0.0) -> Iterator[tuple[str, list[int]]]:
-    """A program that answers every call with a head and then with the same part again and again, and the bytes that it sent."""
+    """A program that answers every call with a head and then with the same part again and again, and the bytes that
+    it sent.
+    """
     sent = [0]
 
     class Flood(socketserver.BaseRequestHandler):
@@ -341,7 +363,9 @@ def loop() -> Iterator[CallLoop]:
 
 @pytest.mark.parametrize("path", ["/update_weights", HEALTH])
 @pytest.mark.parametrize("kind", HEADS)
-def test_a_program_without_the_key_cannot_fill_the_trainers_memory(kind: str, path: str, loop: CallLoop) -> None:
+def test_a_program_without_the_key_cannot_fill_the_trainers_memory(
+    kind: str, path: str, loop: CallLoop
+) -> None:
     part = {"chunks": b"10000\r\n" + b"x" * 0x10000 + b"\r\n", "a head": b"a: " + b"x" * 1000 + b"\r\n"}.get(
         kind, b"[" * 65536
     )
@@ -353,7 +377,9 @@ def test_a_program_without_the_key_cannot_fill_the_trainers_memory(kind: str, pa
         assert sent[0] < 16 << 20
 
 
-def test_the_answer_of_the_server_itself_is_read_whole_and_bounded(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_of_the_server_itself_is_read_whole_and_bounded(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
     long = "x" * (1 << 20)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -1,7 +1,7 @@
 """Servers started by vLLM's own command line: with all arguments that our errors name, and with one of them missing.
 
-Servers that lack arguments or differ in several arguments are tested before a release, because each case starts a server.
-`test_handshake_and_receipt.py` shows that one error names everything that differs.
+Servers that lack arguments or differ in several arguments are tested before a release, because each case starts a
+server. `test_handshake_and_receipt.py` shows that one error names everything that differs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,15 @@ def by_hand(
 ) -> Iterator[Server]:
     """vLLM's server as a user starts it; the added arguments only save time and memory."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        model,
+        "--port",
+        str(port),
+    ]
     command += ["--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", "512", *arguments]
     command += ["--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
     environment = {name: value for name, value in os.environ.items() if name not in (KEY_VARIABLE, DEVELOPER)}
@@ -100,10 +108,15 @@ def test_a_server_that_lacks_one_of_them_is_refused_with_what_to_change(
 
 
 @pytest.mark.release
-def test_the_handshake_names_everything_that_differs_at_once(tied_dir: str, untied_dir: str, tmp_path: Path) -> None:
+def test_the_handshake_names_everything_that_differs_at_once(
+    tied_dir: str, untied_dir: str, tmp_path: Path
+) -> None:
     """A server with another model, dtype and log-probs mode than the run assumes."""
     arguments = [*NAMED[: NAMED.index("--logprobs-mode")], "--no-enable-chunked-prefill"]
-    with by_hand(tied_dir, tmp_path, arguments, dtype="bfloat16") as hand, pytest.raises(ProofError) as refused:
+    with (
+        by_hand(tied_dir, tmp_path, arguments, dtype="bfloat16") as hand,
+        pytest.raises(ProofError) as refused,
+    ):
         make_trainer(untied_dir, tmp_path / "run", hand.url)
     assert refused.value.check == "handshake"
     for name in ("architecture", "dtype", "logprobs_mode", "tie_word_embeddings"):

@@ -44,7 +44,9 @@ def long_requests(count: int, tokens: int) -> list[GenerationRequest]:
 
 
 def gap_by_version(models: dict[int, PreTrainedModel], found: list[Completion]) -> float:
-    """The largest difference between a token's log-prob and the log-prob of a plain forward with the weights of its version."""
+    """The largest difference between a token's log-prob and the log-prob of a plain forward with the weights of its
+    version.
+    """
     worst = 0.0
     for c in found:
         versions = torch.tensor(c.weight_versions)
@@ -60,7 +62,8 @@ def pushed_into(
 ) -> tuple[dict[int, PreTrainedModel], list[Completion]]:
     """The model of each version, and completions of which some were running when a push landed.
 
-    A slow machine may have answered every request before the push. Then the requests are asked again, and another push follows.
+    A slow machine may have answered every request before the push. Then the requests are asked again, and another
+    push follows.
     """
     models = {1: make_model()}
     push_weights(models[1], engine, 1)
@@ -83,13 +86,16 @@ def crossing(found: list[Completion]) -> list[Completion]:
 
 
 @BOTH
-def test_tokens_of_running_requests_carry_the_version_that_sampled_each(server: Server, engine: VLLMServer) -> None:
+def test_tokens_of_running_requests_carry_the_version_that_sampled_each(
+    server: Server, engine: VLLMServer
+) -> None:
     # Enough steps for half a second or more on any machine.
     models, found = pushed_into(server, engine, long_requests(50, 400))
     across, last = crossing(found), max(models)
     assert all(set(c.weight_versions.tolist()) == {last - 1, last} for c in across)
     assert all(list(c.weight_versions) == sorted(c.weight_versions) for c in found)
-    # Log-probs that are right for each token's own weights also show that no key or value of older weights was used (fault W6).
+    # Log-probs that are right for each token's own weights also show that no key or value of older weights was used
+    # (fault W6).
     assert gap_by_version(models, found) < 1e-3
     assert gap_by_version({last - 1: models[last], last: models[last - 1]}, across) > 0.1
     # The next request with the same prefix finds nothing that older weights computed.
@@ -109,7 +115,8 @@ def test_requests_wait_while_an_update_is_open_and_are_not_answered_by_half_of_i
     worker = begin(server, lambda: answers.update(engine.generate(asked)))
     engine.begin_update()
     engine.pauses.wait()
-    # The loop that answers this call also computes tokens, so that an unpaused server would sample tokens between two calls.
+    # The loop that answers this call also computes tokens, so that an unpaused server would sample tokens between two
+    # calls.
     turns = [(engine.servers.all[0].workers("lockstep_state"), server.sampled_tokens())[1] for _ in range(20)]
     assert turns[0] == turns[-1]
     assert worker.is_alive()

@@ -130,7 +130,9 @@ class TestGuard:
         assert self.ask([(b"authorization", f"Bearer {KEY}".encode())]) == [{"type": "passed"}]
         assert self.ask([], path="/health") == [{"type": "passed"}]
 
-    @pytest.mark.parametrize("shown", [[], [b"Bearer no"], [KEY.encode()], [b"Basic " + KEY.encode()], [b"Bearer "]])
+    @pytest.mark.parametrize(
+        "shown", [[], [b"Bearer no"], [KEY.encode()], [b"Basic " + KEY.encode()], [b"Bearer "]]
+    )
     def test_other_headers_do_not_pass(self, shown: list[bytes]) -> None:
         assert self.ask([(b"authorization", value) for value in shown])[0]["status"] == 401
         assert self.ask([(b"authorization", value) for value in shown], kind="websocket")[0]["code"] == 1008
@@ -182,7 +184,8 @@ class TestGuard:
         size = -(-len(body) // cuts) or 1
         parts = [body[at : at + size] for at in range(0, len(body), size)] or [b""]
         waiting = [
-            {"type": "http.request", "body": part, "more_body": at + 1 < len(parts)} for at, part in enumerate(parts)
+            {"type": "http.request", "body": part, "more_body": at + 1 < len(parts)}
+            for at, part in enumerate(parts)
         ]
         sent: list[dict[str, Any]] = []
 
@@ -201,7 +204,9 @@ class TestGuard:
         headers = [(b"authorization", f"Bearer {KEY}".encode())]
         asyncio.run(
             KeyGuard(app)(
-                {"type": "http", "method": "POST", "path": "/collective_rpc", "headers": headers}, receive, send
+                {"type": "http", "method": "POST", "path": "/collective_rpc", "headers": headers},
+                receive,
+                send,
             )
         )
         return sent
@@ -255,7 +260,9 @@ class TestSilence:
 
         return ask, ends
 
-    def test_an_engine_that_answers_nothing_is_not_healthy_after_two_minutes(self, clock: list[float]) -> None:
+    def test_an_engine_that_answers_nothing_is_not_healthy_after_two_minutes(
+        self, clock: list[float]
+    ) -> None:
         async def work() -> None:
             ask, _ = self.made(engine := Engine())
             for later, status in ((0, 200), (60, 200), (59.9, 200), (0.2, 504), (1000, 504)):
@@ -363,7 +370,11 @@ class TestCommand:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         shown = command_line(unbounded := options(untied_dir, max_model_len=None, max_num_seqs=None))
         assert {"--no-enable-chunked-prefill", "--no-async-scheduling", "--enforce-eager"} <= set(shown)
-        assert values(shown, "max-num-seqs", "max-model-len", "max-num-batched-tokens") == ["64", "512", "4096"]
+        assert values(shown, "max-num-seqs", "max-model-len", "max-num-batched-tokens") == [
+            "64",
+            "512",
+            "4096",
+        ]
         assert shortened(unbounded) == ""
 
     def test_a_server_on_a_gpu_has_the_defaults_of_a_gpu(
@@ -373,11 +384,19 @@ class TestCommand:
         shown = command_line(options(untied_dir, max_model_len=None, max_num_seqs=None))
         assert {"--enable-chunked-prefill", "--no-enforce-eager"} <= set(shown)
         assert not [word for word in shown if "async-scheduling" in word or "block-size" in word]
-        assert values(shown, "max-num-seqs", "max-model-len", "max-num-batched-tokens") == ["256", "512", "8192"]
+        assert values(shown, "max-num-seqs", "max-model-len", "max-num-batched-tokens") == [
+            "256",
+            "512",
+            "8192",
+        ]
         own = ("--no-async-scheduling", "--no-enable-chunked-prefill", "--enforce-eager")
         kept = command_line(options(untied_dir, *own, max_model_len=20_000, max_num_seqs=4))
         assert set(own) <= set(kept)
-        assert values(kept, "max-num-seqs", "max-model-len", "max-num-batched-tokens") == ["4", "20000", "20000"]
+        assert values(kept, "max-num-seqs", "max-model-len", "max-num-batched-tokens") == [
+            "4",
+            "20000",
+            "20000",
+        ]
         assert not {"--enable-chunked-prefill", "--no-enforce-eager"} & set(kept)
 
     def test_a_server_on_a_gpu_bounds_what_a_long_model_would_take_and_says_so(
@@ -395,10 +414,15 @@ class TestCommand:
         assert values(command_line(asked), "max-model-len", "max-num-batched-tokens") == ["131072", "8192"]
         assert shortened(asked) == ""
 
-    def test_a_server_for_adapters_has_room_and_no_lora_layers_that_nobody_uses(self, untied_dir: str) -> None:
+    def test_a_server_for_adapters_has_room_and_no_lora_layers_that_nobody_uses(
+        self, untied_dir: str
+    ) -> None:
         # On a GPU vLLM computes adapters in half precision only.
         half = torch.bfloat16
-        plain, asked = options(untied_dir), options(untied_dir, "--enable_lora", "--max_lora_rank", "8", dtype=half)
+        plain, asked = (
+            options(untied_dir),
+            options(untied_dir, "--enable_lora", "--max_lora_rank", "8", dtype=half),
+        )
         command = command_line(asked)
         assert command[command.index("--max-cpu-loras") + 1] == "16"
         layers = command[command.index("--lora-target-modules") + 1 :][:7]
@@ -440,7 +464,9 @@ class TestCommand:
             "-dpa",
         ],
     )
-    def test_what_would_open_the_server_or_change_log_probs_is_refused(self, untied_dir: str, word: str) -> None:
+    def test_what_would_open_the_server_or_change_log_probs_is_refused(
+        self, untied_dir: str, word: str
+    ) -> None:
         with pytest.raises(InputError, match=r"leave it out|may not set|whole names"):
             command_line(options(untied_dir, word))
 
@@ -478,7 +504,12 @@ class TestCommand:
         assert not {'"EPS"', '"WMF"'} & set(formats.partition(")")[0].replace(",", "").split())
 
     def test_the_environment_accepts_no_pickles_and_no_second_key(self, untied_dir: str) -> None:
-        given = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_API_KEY": "x", "OMP_NUM_THREADS": "7", "HOME": "/h"}
+        given = {
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+            "VLLM_API_KEY": "x",
+            "OMP_NUM_THREADS": "7",
+            "HOME": "/h",
+        }
         made = environment(KEY, options(untied_dir), given)
         assert made.keys().isdisjoint({"VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_API_KEY"})
         assert (made[KEY_VARIABLE], made["OMP_NUM_THREADS"], made["HOME"]) == (KEY, "7", "/h")
@@ -493,7 +524,12 @@ class TestCommand:
         assert (made["VLLM_HOST_IP"], made["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
 
     @pytest.mark.parametrize(
-        "rest", [("--nnodes", "2"), ("--distributed-executor-backend=ray",), ("--distributed_executor_backend", "ray")]
+        "rest",
+        [
+            ("--nnodes", "2"),
+            ("--distributed-executor-backend=ray",),
+            ("--distributed_executor_backend", "ray"),
+        ],
     )
     def test_several_nodes_keep_the_users_addresses(self, untied_dir: str, rest: tuple[str, ...]) -> None:
         made = environment(KEY, options(untied_dir, *rest), {"VLLM_HOST_IP": "10.0.0.1"})
@@ -552,7 +588,9 @@ class TestRefusals:
 
     def test_several_copies_in_one_server(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
         self.refused(
-            [untied_dir, "--data_parallel_size", "2", "--dry_run"], capsys, "start as many servers, each on a port"
+            [untied_dir, "--data_parallel_size", "2", "--dry_run"],
+            capsys,
+            "start as many servers, each on a port",
         )
 
     def test_a_key_file_that_others_can_read(
@@ -572,7 +610,11 @@ class TestRefusals:
             self.refused([untied_dir, "--port", str(other.getsockname()[1])], capsys, "choose another --port")
 
     def test_a_second_server_by_mistake_leaves_the_keys_file_alone(
-        self, untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+        self,
+        untied_dir: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         import socket
 

@@ -1,4 +1,6 @@
-"""Training continues exactly when its server dies: while it generates, while it is idle, and in the middle of a push."""
+"""Training continues exactly when its server dies: while it generates, while it is idle, and in the middle of a
+push.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,10 @@ class Killer:
             return found
 
         small = lambda tensors: chunks(tensors, limit=40_000)  # noqa: E731
-        with patch.object(TrainerSlots, "wait_until_free", free), patch.object(shared_memory, "chunks", small):
+        with (
+            patch.object(TrainerSlots, "wait_until_free", free),
+            patch.object(shared_memory, "chunks", small),
+        ):
             trainer.engine.transport.forget()  # type: ignore[union-attr]
             with self.loading(trainer, "pushing", role):
                 yield
@@ -145,7 +150,11 @@ class Killer:
                     yield named
 
         def load(tensors: Any, base: str = "") -> Any:
-            return real(Deadly(trainer.trained_by_name()["policy"])) if armed and armed.pop() else real(tensors, base)
+            return (
+                real(Deadly(trainer.trained_by_name()["policy"]))
+                if armed and armed.pop()
+                else real(tensors, base)
+            )
 
         trainer.engine.transport.forget()  # type: ignore[union-attr]
         gloo = GlooTransport("127.0.0.1", 0, TIMEOUT)
@@ -180,7 +189,9 @@ def check(untied_dir: str, tmp_path: Path, steps: int) -> None:
         found, killer = run(untied_dir, tmp_path / "killed", server, steps, kills=True)
         log = server.log.read_text()
     assert len(killer.kills) == steps
-    assert killer.met == [kill for kill in killer.kills if kill[0] != "idle"], "a kill missed what it was to hit"
+    assert killer.met == [kill for kill in killer.kills if kill[0] != "idle"], (
+        "a kill missed what it was to hit"
+    )
     assert steps <= 6 or GLOO in dict(killer.kills)
     assert log.count("starting it again") >= steps - 1
     assert equal(found, expected), "the weights are not those of the run without faults"
@@ -233,7 +244,8 @@ def test_a_server_whose_engine_cannot_send_answers_is_started_again_and_leaves_n
     with serve(untied_dir, tmp_path) as server:
         # Before that the supervisor waits for a start, for as long as a start may take.
         await_restart(server, "is ready at", 60)
-        # Half of a character, which no answer of the engine can carry: it ends the thread that sends the engine's answers.
+        # Half of a character, which no answer of the engine can carry: it ends the thread that sends the engine's
+        # answers.
         broken = {"method": "lockstep_pictures", "args": [json.dumps(["\ud800"])]}
         asking = threading.Thread(target=ask, args=(server, "/collective_rpc", broken, 60.0))
         asking.start()

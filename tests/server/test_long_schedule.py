@@ -1,9 +1,10 @@
 """A long run on a server that survives a seeded schedule of SIGKILLs and SIGSTOPs of every process.
 
-`long_schedule.py` draws the signals. It sends them to server, engine, supervisor, trainer and single ranks, in every phase. Without
-staleness, the final weights and the metrics must equal those of an undisturbed run, bit for bit. With generations ahead the ages of
-tokens depend on the clock (docs/reference/methods.md), so that the receipt is checked instead. Another test fills the disk of such
-a run. Both tests are run before a release; in CI, `test_run.py` fills the disk of a run without a server.
+`long_schedule.py` draws the signals. It sends them to server, engine, supervisor, trainer and single ranks, in every
+phase. Without staleness, the final weights and the metrics must equal those of an undisturbed run, bit for bit. With
+generations ahead the ages of tokens depend on the clock (docs/reference/methods.md), so that the receipt is checked
+instead. Another test fills the disk of such a run. Both tests are run before a release; in CI, `test_run.py` fills
+the disk of a run without a server.
 """
 
 from __future__ import annotations
@@ -95,9 +96,15 @@ def final_weights(run: Path, steps: int) -> dict[str, torch.Tensor]:
     "case",
     [
         pytest.param(Case(None, 0, 1, 50, 1.0, 0.03), id="tiny, in turns", marks=pytest.mark.release),
-        pytest.param(Case(None, 2, 1, 50, 1.0, 0.03), id="tiny, generations ahead", marks=pytest.mark.release),
-        pytest.param(Case(PACKAGED_MODEL, 0, 2, 50, 3.0, 0.5), id="real, in turns", marks=pytest.mark.release),
-        pytest.param(Case(PACKAGED_MODEL, 2, 2, 50, 3.0, 0.5), id="real, generations ahead", marks=pytest.mark.release),
+        pytest.param(
+            Case(None, 2, 1, 50, 1.0, 0.03), id="tiny, generations ahead", marks=pytest.mark.release
+        ),
+        pytest.param(
+            Case(PACKAGED_MODEL, 0, 2, 50, 3.0, 0.5), id="real, in turns", marks=pytest.mark.release
+        ),
+        pytest.param(
+            Case(PACKAGED_MODEL, 2, 2, 50, 3.0, 0.5), id="real, generations ahead", marks=pytest.mark.release
+        ),
     ],
 )
 def test_a_run_under_signals_to_every_process_ends_as_if_nothing_had_happened(
@@ -113,17 +120,25 @@ def test_a_run_under_signals_to_every_process_ends_as_if_nothing_had_happened(
         stack = Stack(case.model or untied_dir, tmp_path, fields, 2, case.stopped, held)
         stack.server.await_health()
         if not case.ahead:
-            assert stack.program("whole", TRANSPORTS[0]).wait(3600) == 0, (tmp_path / "whole-0.log").read_text()
+            assert stack.program("whole", TRANSPORTS[0]).wait(3600) == 0, (
+                tmp_path / "whole-0.log"
+            ).read_text()
         undisturbed = time.monotonic() - began
         sent = run_disturbed(stack, "disturbed", events, case.ahead, case.longest)
     print(
-        f"\n{table(sent)}\nstarts: {dict(stack.starts)}; {undisturbed:.0f} s before, {time.monotonic() - began:.0f} s in all"
+        f"\n{table(sent)}\nstarts: {dict(stack.starts)}; {undisturbed:.0f} s before, "
+        f"{time.monotonic() - began:.0f} s in all"
     )
     # Nothing but the schedule ended a trainer or a supervisor, and every target met both signals under both transports.
     killed = Counter(one.who for one in sent if one.sign == "SIGKILL")
-    assert stack.starts == {"trainer": 1 + killed["trainer"] + killed["rank"], "supervisor": 1 + killed["supervisor"]}
+    assert stack.starts == {
+        "trainer": 1 + killed["trainer"] + killed["rank"],
+        "supervisor": 1 + killed["supervisor"],
+    }
     met = {(one.who, one.sign, one.transport) for one in sent}
-    assert met == {(who, sign, way) for who in TARGETS for sign in ("SIGKILL", "SIGSTOP") for way in TRANSPORTS}
+    assert met == {
+        (who, sign, way) for who in TARGETS for sign in ("SIGKILL", "SIGSTOP") for way in TRANSPORTS
+    }
     check_receipt(tmp_path / "disturbed" / "receipt.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "disturbed" / "receipt.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]

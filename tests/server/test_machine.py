@@ -1,7 +1,7 @@
 """What a server needs from its machine, without vLLM: real processes, real locks, real limits.
 
-Before a release, a process of its own with vLLM's parser refuses a second model. In CI, `test_keys_guard_and_command.py` calls the
-function that refuses it.
+Before a release, a process of its own with vLLM's parser refuses a second model. In CI,
+`test_keys_guard_and_command.py` calls the function that refuses it.
 """
 
 from __future__ import annotations
@@ -93,9 +93,13 @@ def alive(pid: int) -> bool:
 
 def test_a_server_finds_no_module_in_the_current_directory(tmp_path: Path, untied_dir: str) -> None:
     (tmp_path / "vllm.py").touch()
-    inside = environment("a-key-for-tests-only", ServeOptions(untied_dir, "127.0.0.1", 9, torch.float32, 64, 4, 1, 0.5))
+    inside = environment(
+        "a-key-for-tests-only", ServeOptions(untied_dir, "127.0.0.1", 9, torch.float32, 64, 4, 1, 0.5)
+    )
     code = "import importlib.util as u; found = u.find_spec('vllm'); print(found and found.origin)"
-    done = subprocess.run([sys.executable, "-c", code], env=inside, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=inside, cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert str(tmp_path) not in done.stdout
 
@@ -106,7 +110,9 @@ def test_a_server_finds_no_module_in_the_current_directory(tmp_path: Path, untie
 def test_a_second_model_is_refused_in_one_line_and_nothing_of_the_current_directory_is_imported(
     untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "vllm.py").write_text("import os; open('stolen', 'w').write(os.environ['LOCKSTEP_SERVER_KEY'])")
+    (tmp_path / "vllm.py").write_text(
+        "import os; open('stolen', 'w').write(os.environ['LOCKSTEP_SERVER_KEY'])"
+    )
     monkeypatch.chdir(tmp_path)
     options = ServeOptions(
         untied_dir, "127.0.0.1", 9, torch.float32, 64, 4, 1, 0.5, rest=("--seed", "3", "another-model")
@@ -154,7 +160,9 @@ def test_sockets_are_in_a_folder_of_this_user_alone_with_room_for_their_names(
     assert not folder.exists()
 
 
-def test_a_low_limit_of_open_files_is_an_error_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_limit_of_open_files_is_an_error_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 256))
     with pytest.raises(InputError, match=r"only 256 files .*ulimit -n 4096"):
         check_file_limit()

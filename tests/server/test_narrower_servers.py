@@ -1,4 +1,6 @@
-"""The trainer casts weights to bf16 before it sends them to a bf16 server: half the bytes, and the same weights in the server."""
+"""The trainer casts weights to bf16 before it sends them to a bf16 server: half the bytes, and the same weights in
+the server.
+"""
 
 from __future__ import annotations
 

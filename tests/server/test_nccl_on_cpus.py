@@ -1,4 +1,7 @@
-"""The transport from GPU to GPU to a real server on a CPU, where gloo takes the place of NCCL. `nccl` itself is refused there."""
+"""The transport from GPU to GPU to a real server on a CPU, where gloo takes the place of NCCL.
+
+`nccl` itself is refused there.
+"""
 
 from __future__ import annotations
 

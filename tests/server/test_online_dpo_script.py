@@ -126,7 +126,10 @@ def check_logs(trainer: OnlineDPOTrainer, recording: Recording, batch: int, deci
 
 
 def saved(folder: Path, *, sure: bool) -> str:
-    """A tiny model with weights of a usual scale. A sure model samples only `a`, so that all its completions are equal."""
+    """A tiny model with weights of a usual scale.
+
+    A sure model samples only `a`, so that all its completions are equal.
+    """
     model = make_model(scale=0.05)
     if sure:
         with torch.no_grad():
@@ -144,7 +147,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def usual_server(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server as 'lockstep serve' starts it. Its model has the shape of both models; the trainer pushes their weights."""
+    """A server as 'lockstep serve' starts it.
+
+    Its model has the shape of both models; the trainer pushes their weights.
+    """
     if not is_free(USUAL_PORT):
         pytest.skip(f"port {USUAL_PORT} of this machine, where the script expects its server, is taken")
     with serve(models["unsure"], tmp_path_factory.mktemp("usual"), dtype="auto", port=USUAL_PORT) as running:

@@ -1,4 +1,6 @@
-"""The calls of a push are sent together where possible, and never before the calls that they depend on have been answered."""
+"""The calls of a push are sent together where possible, and never before the calls that they depend on have been
+answered.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pushes to real servers contain only the changed elements. A server that has lost the earlier weights is sent all weights."""
+"""Pushes to real servers contain only the changed elements.
+
+A server that has lost the earlier weights is sent all weights.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,11 @@ def test_a_server_computes_with_what_changed(bf16_server: Server, transport: str
         record = proven(moved(model, version), engine, version)
         assert record.in_full == ""
         assert record.changed == (pytest.approx(1 / 50, rel=0.1) if transport == "gloo" else None)
-        assert record.sent_bytes < record.bytes / 20 if transport == "gloo" else record.sent_bytes == record.bytes
+        assert (
+            record.sent_bytes < record.bytes / 20
+            if transport == "gloo"
+            else record.sent_bytes == record.bytes
+        )
     # The k of q, k and v, which vLLM fuses; then a tensor alone; then frozen layers.
     for name, most in {
         "model.layers.1.self_attn.k_proj.weight": 0.11,
@@ -120,7 +127,9 @@ def test_changes_for_another_base_are_found_by_the_digest_and_followed_by_a_whol
 
 # A server of its own, of two workers.
 @pytest.mark.long
-def test_every_worker_of_a_split_model_puts_the_same_tensors_together(untied_dir: str, tmp_path: Path) -> None:
+def test_every_worker_of_a_split_model_puts_the_same_tensors_together(
+    untied_dir: str, tmp_path: Path
+) -> None:
     with serve(untied_dir, tmp_path, "--tensor_parallel_size", "2", dtype="bfloat16") as server:
         engine, model = connect(server.url, transport="gloo"), make_model()
         proven(model, engine, 0)
@@ -133,7 +142,9 @@ def test_every_worker_of_a_split_model_puts_the_same_tensors_together(untied_dir
 
 @pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_server_that_was_killed_between_two_pushes_is_sent_everything(bf16_server: Server, transport: str) -> None:
+def test_a_server_that_was_killed_between_two_pushes_is_sent_everything(
+    bf16_server: Server, transport: str
+) -> None:
     engine, model = connect(bf16_server.url, transport=transport), make_model()
     proven(model, engine, 0)
     assert proven(moved(model, 1), engine, 1).in_full == ""

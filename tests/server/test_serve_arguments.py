@@ -24,7 +24,9 @@ def arguments() -> set[str]:
 
 
 def test_each_argument_is_either_free_or_refused(arguments: set[str]) -> None:
-    """After an upgrade of vLLM: read what a new argument does, then add it to `free_arguments.txt` or to server/command.py."""
+    """After an upgrade of vLLM: read what a new argument does, then add it to `free_arguments.txt` or to
+    server/command.py.
+    """
     refused = set()
     for name in arguments:
         try:
@@ -41,5 +43,17 @@ def test_nothing_that_is_free_has_the_name_of_a_port_an_address_or_another_progr
     known = {"master_addr", "master_port", "allowed_media_domains", "disable_access_log_for_endpoints"}
     known |= {"enable_tower_connector_lora", "h11_max_incomplete_event_size"}
     known |= {"enable_tokenizer_info_endpoint", "enable_server_load_tracking", "device_ids"}
-    words = ("port", "addr", "endpoint", "host", "url", "rpc", "server", "connector", "transfer", "event", "remote")
+    words = (
+        "port",
+        "addr",
+        "endpoint",
+        "host",
+        "url",
+        "rpc",
+        "server",
+        "connector",
+        "transfer",
+        "event",
+        "remote",
+    )
     assert {name for name in FREE if any(word in name for word in words)} <= known

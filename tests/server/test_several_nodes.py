@@ -1,7 +1,8 @@
 """A run whose ranks and servers are on hosts of their own: network namespaces (`tests/hosts.py`), joined by a switch.
 
-Two trainer hosts (torchrun) and two server hosts must end with the weights and the metrics of the same run on one host, whatever
-happens to links, servers and trainers meanwhile. The death of a trainer host is tested before a release (`make test-release`).
+Two trainer hosts (torchrun) and two server hosts must end with the weights and the metrics of the same run on one
+host, whatever happens to links, servers and trainers meanwhile. The death of a trainer host is tested before a
+release (`make test-release`).
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class Cluster:
         self.starts = 0
 
     def start(self, name: str, ranks: Sequence[Host], processes: int = 1, **more: str) -> list[Program]:
-        """Start `torchrun` on each of these hosts, as a user would: the same command, except for the number of the node."""
+        """Start `torchrun` on each of these hosts, as a user would: the same command, except for the number of the
+        node.
+        """
         self.starts += 1
         fields = {
             "model_name_or_path": self.model, "dataset_name": "arithmetic", "train_size": "64", "bf16": "false",
@@ -75,7 +78,14 @@ class Cluster:
             "save_steps": "1", "save_total_limit": "2", **more,
         }  # fmt: skip
         words = [word for key, value in fields.items() for word in (f"--{key}", value)]
-        meeting = ["--nnodes", str(len(ranks)), "--master_addr", ranks[0].address, "--master_port", str(free_port())]
+        meeting = [
+            "--nnodes",
+            str(len(ranks)),
+            "--master_addr",
+            ranks[0].address,
+            "--master_port",
+            str(free_port()),
+        ]
         programs = []
         for number, host in enumerate(ranks):
             launcher = [
@@ -176,7 +186,9 @@ def slow_links(cluster: Cluster) -> None:
 
 
 @pytest.mark.release
-def test_links_that_fall_silent_or_slow_and_a_server_host_that_restarts_change_nothing(cluster: Cluster) -> None:
+def test_links_that_fall_silent_or_slow_and_a_server_host_that_restarts_change_nothing(
+    cluster: Cluster,
+) -> None:
     programs = cluster.start("disturbed", [cluster.first, cluster.second])
     for step, disturb in enumerate((unplug_a_server, unplug_a_rank, kill_a_server, slow_links), 1):
         await_step(cluster, "disturbed", step, programs)

@@ -84,7 +84,9 @@ def test_the_samples_of_a_prompt_and_the_calls_of_a_rollout_stay_together(pair: 
     places: dict[str, set[str]] = {}
     for request in asked(5, 4):
         # A later call of the same rollout has other prompt ids.
-        later = replace(request, key=request.key._replace(call=1), prompt_ids=(*request.prompt_ids.tolist(), 5, 6))
+        later = replace(
+            request, key=request.key._replace(call=1), prompt_ids=(*request.prompt_ids.tolist(), 5, 6)
+        )
         for one in (request, later):
             server = pair.engine.requests.route(one, routes)
             pair.engine.requests.load(server).tokens += one.sampling.max_tokens
@@ -162,7 +164,9 @@ def test_a_gap_names_the_server_whose_answers_have_it(
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     real = ServerRequests.sample_one
 
-    async def shifted(self: ServerRequests, request: GenerationRequest, at: ServerCalls, limit: float) -> Completion:
+    async def shifted(
+        self: ServerRequests, request: GenerationRequest, at: ServerCalls, limit: float
+    ) -> Completion:
         answer = await real(self, request, at, limit)
         return answer if at.url == server.url else replace(answer, logprobs=answer.logprobs - 0.1)
 
@@ -224,7 +228,9 @@ def test_a_lost_server_that_is_not_wanted_any_more_is_not_waited_for(
     engine.close()
 
 
-def test_when_a_server_without_this_memory_joins_weights_go_to_all_over_gloo(server: Server, second: Server) -> None:
+def test_when_a_server_without_this_memory_joins_weights_go_to_all_over_gloo(
+    server: Server, second: Server
+) -> None:
     engine, model = connect(server.url), perturbed(make_model(), scale=0.5)
     push_weights(model, engine, 1)
     with patch("lockstep.weights.wire.transport.shares_memory", lambda asked: asked.url == server.url):

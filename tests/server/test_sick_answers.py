@@ -1,7 +1,7 @@
 """A real server behind a proxy that cuts, delays, doubles, truncates and exchanges its answers.
 
-There are two outcomes. Either a proof refuses the answer and names the fault. Or the engine is lost and recovered, and then gives
-the same tokens as without the fault. No single call is ever repeated.
+There are two outcomes. Either a proof refuses the answer and names the fault. Or the engine is lost and recovered,
+and then gives the same tokens as without the fault. No single call is ever repeated.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def tokens(engine: VLLMServer) -> dict[RequestKey, tuple[int, ...]]:
     return {key: c.token_ids.tolist() for key, c in engine.generate(REQUESTS).items()}
 
 
-@pytest.mark.parametrize("fault", ["cut", "500", "503", "late", "body_twice", "truncated", "empty", "first_weights"])
+@pytest.mark.parametrize(
+    "fault", ["cut", "500", "503", "late", "body_twice", "truncated", "empty", "first_weights"]
+)
 def test_after_a_broken_answer_the_engine_is_lost_and_recovery_gives_the_same_tokens(
     fault: str, engine: VLLMServer, proxy: FaultyProxy
 ) -> None:
@@ -116,7 +118,8 @@ PATHS = (
     "/collective_rpc",
     "/init_weight_transfer_engine",
 )
-# On every path: an answer that breaks off, and a call that fails. On the two paths whose answers are used: one that cannot be read.
+# On every path: an answer that breaks off, and a call that fails. On the two paths whose answers are used: one that
+# cannot be read.
 FAULTS: list[Any] = [(fault, path) for fault in ("cut", "500") for path in PATHS]
 FAULTS += [("truncated", path) for path in ("/update_weights", "/collective_rpc")]
 

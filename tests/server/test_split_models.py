@@ -1,4 +1,5 @@
-"""A real server whose model is split over two workers: the same tokens, every byte to both, and a probe of whole modules.
+"""A real server whose model is split over two workers: the same tokens, every byte to both, and a probe of whole
+modules.
 
 When its supervisor is killed, all its processes end.
 """
@@ -35,7 +36,9 @@ REQUESTS = [GenerationRequest(RequestKey(f"p{i}", 0), (7, 8, 9 + i), Sampling(16
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
+def split(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Server]]:
     model = request.getfixturevalue(f"{request.param}_dir")
     with serve(model, tmp_path_factory.mktemp("split"), "--tensor_parallel_size", "2") as running:
         yield request.param, running
@@ -54,7 +57,9 @@ def check_whole(engine: VLLMServer, model: PreTrainedModel, version: int) -> Non
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo", "nccl"])
-def test_a_split_model_gets_every_weight_and_is_probed_whole(split: tuple[str, Server], transport: str) -> None:
+def test_a_split_model_gets_every_weight_and_is_probed_whole(
+    split: tuple[str, Server], transport: str
+) -> None:
     kind, server = split
     first = make_model("llama", tied=True) if kind == "tied" else make_model()
     engine = connect(server.url, transport=transport)
@@ -91,7 +96,9 @@ def test_after_a_push_that_the_trainer_gave_up_both_workers_take_the_next(
     with monkeypatch.context() as patch:
         patch.setattr("lockstep.weights.wire.shared_memory.chunks", lambda tensors: chunks(tensors, 40_000))
         patch.setattr("lockstep.weights.push.weights_of", Ends)
-        with pytest.raises(LockstepError, match="could not prepare the weights for the push: out of memory, by design"):
+        with pytest.raises(
+            LockstepError, match="could not prepare the weights for the push: out of memory, by design"
+        ):
             push_weights(model, engine, 1)
     assert engine.version is None
     moved = perturbed(model, scale=0.5)
@@ -118,7 +125,12 @@ def test_a_killed_supervisor_takes_a_server_of_two_workers_with_it(split: tuple[
 
 def check_sockets(pids: list[int]) -> None:
     """The sockets between the server's processes are in folders that only this user can open."""
-    own = {os.readlink(file)[8:-1] for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir() if is_socket(file)}
+    own = {
+        os.readlink(file)[8:-1]
+        for pid in pids
+        for file in Path(f"/proc/{pid}/fd").iterdir()
+        if is_socket(file)
+    }
     rows = [line.split() for line in Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()[1:]]
     files = [Path(row[7]) for row in rows if row[6] in own and len(row) > 7 and row[7].startswith("/")]
     assert files

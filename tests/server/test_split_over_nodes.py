@@ -1,4 +1,5 @@
-"""A real server whose model is split over two hosts, by vLLM's own `--nnodes`: every byte reaches both, and both are proven.
+"""A real server whose model is split over two hosts, by vLLM's own `--nnodes`: every byte reaches both, and both are
+proven.
 
 A worker that dies on the second host brings the server down and up again as a whole. It is run before a release.
 """
@@ -29,7 +30,9 @@ pytestmark = [
 ]
 
 
-def test_a_model_that_is_split_over_two_hosts_is_pushed_probed_and_comes_back(untied_dir: str, tmp_path: Path) -> None:
+def test_a_model_that_is_split_over_two_hosts_is_pushed_probed_and_comes_back(
+    untied_dir: str, tmp_path: Path
+) -> None:
     with ExitStack() as held:
         trainer, *places = held.enter_context(hosts("trainer", "one", "two"))
         first, second = served(untied_dir, tmp_path, places, held)

@@ -1,4 +1,6 @@
-"""Servers that hang, and servers that differ from what the run assumes: one clear error in time, and nothing is lost."""
+"""Servers that hang, and servers that differ from what the run assumes: one clear error in time, and nothing is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def stopped(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_a_stopped_server_is_lost_in_time_and_found_again_when_it_goes_on(server: Server, stopped: str) -> None:
+def test_a_stopped_server_is_lost_in_time_and_found_again_when_it_goes_on(
+    server: Server, stopped: str
+) -> None:
     engine = connect(server.url)
     push_weights(make_model(), engine, 1)
     plain = engine.generate(REQUESTS)
@@ -43,7 +47,9 @@ def test_a_stopped_server_is_lost_in_time_and_found_again_when_it_goes_on(server
     engine.recover()
     push_weights(make_model(), engine, 2)
     again = engine.generate(REQUESTS)
-    assert {k: c.token_ids.tolist() for k, c in again.items()} == {k: c.token_ids.tolist() for k, c in plain.items()}
+    assert {k: c.token_ids.tolist() for k, c in again.items()} == {
+        k: c.token_ids.tolist() for k, c in plain.items()
+    }
     engine.close()
 
 
@@ -59,7 +65,9 @@ def test_a_run_that_lost_its_server_resumes_from_its_checkpoint_to_the_same_weig
             short.enter_context(impatient(broken.engine, 2.0))
         return even_share(columns["completion_ids"])
 
-    broken = make_trainer(untied_dir, tmp_path / "broken", server.url, reward=stop_in_the_third_step, **common)
+    broken = make_trainer(
+        untied_dir, tmp_path / "broken", server.url, reward=stop_in_the_third_step, **common
+    )
     try:
         with ExitStack() as short, pytest.raises(LockstepError, match="within 2 s"):
             train(broken)
@@ -91,7 +99,14 @@ def test_a_server_with_another_weight_transfer_is_refused_with_the_command_to_st
     # This tests the trainer's check of the worker's report. In every other test the worker is a real one.
     from lockstep.engines.servers.calls import ServerCalls
 
-    state = {"backend": "nccl", "world_size": 1, "copies": 1, "settings": {}, "updating": False, "instance": "x"}
+    state = {
+        "backend": "nccl",
+        "world_size": 1,
+        "copies": 1,
+        "settings": {},
+        "updating": False,
+        "instance": "x",
+    }
     monkeypatch.setattr(ServerCalls, "workers", lambda self, method, *args: [state])
     monkeypatch.setattr(ServerCalls, "health_problem", lambda self, limit: None)
     with pytest.raises(InputError, match=r"'nccl'.*--weight-transfer-config"):

@@ -24,7 +24,8 @@ class Health(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 """
 
-# A server that passes three health checks. Then it refuses connections or answers with an error, and it ignores SIGTERM.
+# A server that passes three health checks. Then it refuses connections or answers with an error, and it ignores
+# SIGTERM.
 DYING = """
 import signal, sys, time, threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -108,7 +109,8 @@ def test_a_server_that_never_came_up_is_not_tried_for_ever() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [(503, "reported errors for 1 s"), (504, "has an engine that did not answer for 120 s")]
+    ("status", "said"),
+    [(503, "reported errors for 1 s"), (504, "has an engine that did not answer for 120 s")],
 )
 def test_a_server_whose_engine_dies_before_it_is_ready_is_no_start_that_takes_long(
     status: int, said: str, monkeypatch: pytest.MonkeyPatch
@@ -128,8 +130,12 @@ def test_the_files_of_a_server_are_its_owners_alone() -> None:
 
 
 @pytest.mark.parametrize("ill", ["closed", "failing"])
-def test_a_server_whose_engine_died_and_that_does_not_end_is_ended(ill: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's server does this if its engine ends while calls are open: it stops listening, and waits for the calls for ever."""
+def test_a_server_whose_engine_died_and_that_does_not_end_is_ended(
+    ill: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's server does this if its engine ends while calls are open: it stops listening, and waits for the calls
+    for ever.
+    """
     monkeypatch.setattr("lockstep.server.supervisor.FAILING_LIMIT", 1.0)
     monkeypatch.setattr("lockstep.server.supervisor.HEALTH_EVERY", 0.5)
     port, lines = free_port(), []

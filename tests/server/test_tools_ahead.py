@@ -1,7 +1,7 @@
 """Rollouts with tools and environments on a real server, sampled ahead: pushes land in the middle of conversations.
 
-CI tests tools without staleness, and environments and filters with generations ahead. The other combinations, and filters in bf16,
-are tested before a release.
+CI tests tools without staleness, and environments and filters with generations ahead. The other combinations, and
+filters in bf16, are tested before a release.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def test_a_rollout_func_samples_on_a_server_too_but_not_ahead(
 
 
 @pytest.fixture(params=["float32", pytest.param("bfloat16", marks=pytest.mark.release)])
-def served_as(request: pytest.FixtureRequest, caller_dir: str, tmp_path: Path) -> Iterator[tuple[str, Server]]:
+def served_as(
+    request: pytest.FixtureRequest, caller_dir: str, tmp_path: Path
+) -> Iterator[tuple[str, Server]]:
     """A dtype, and a server of this dtype."""
     if request.param == "float32":
         yield request.param, request.getfixturevalue("caller_server")

@@ -42,7 +42,9 @@ def test_two_ranks_with_a_sharded_model_train_with_one_server(
     monkeypatch.setenv("TEST_SERVER_URL", server.url)
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     script = str(SCRIPT.with_name("sharded.py"))
-    run_ranks([sys.executable, script], [kind, "2", untied_dir, str(tmp_path), "served"], tmp_path, codes=[0, 0])
+    run_ranks(
+        [sys.executable, script], [kind, "2", untied_dir, str(tmp_path), "served"], tmp_path, codes=[0, 0]
+    )
     for rank in (0, 1):
         found = torch.load(tmp_path / f"served.{rank}-2.pt")
         assert "raised" not in found, found

@@ -42,7 +42,9 @@ def test_a_config_reads_its_file_whenever_it_is_asked_and_runs_in_server_mode(tm
         (b"http://me:secret@a:1\n", "user name or password"),
     ],
 )
-def test_a_file_without_proper_urls_is_refused_by_its_name(tmp_path: Path, text: bytes | None, said: str) -> None:
+def test_a_file_without_proper_urls_is_refused_by_its_name(
+    tmp_path: Path, text: bytes | None, said: str
+) -> None:
     file = tmp_path / "servers.txt"
     if text is not None:
         file.write_bytes(text)

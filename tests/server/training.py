@@ -44,7 +44,8 @@ def make_trainer(
         "bf16": False,
         "vllm_server_base_url": url,
         "vllm_server_timeout": 240.0,
-        # With the correction, the last bits of the engine's log-probs would enter the loss; they depend on the requests of a batch.
+        # With the correction, the last bits of the engine's log-probs would enter the loss; they depend on the
+        # requests of a batch.
         "vllm_importance_sampling_correction": False,
         "disable_tqdm": True,
         **changes,

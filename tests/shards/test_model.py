@@ -1,4 +1,5 @@
-"""A model that is sharded over one rank, by FSDP2 and by DeepSpeed ZeRO-3: what is gathered, when it is freed, what is refused.
+"""A model that is sharded over one rank, by FSDP2 and by DeepSpeed ZeRO-3: what is gathered, when it is freed, what
+is refused.
 
 Several ranks: `tests/training/`.
 """
@@ -40,7 +41,9 @@ Shard = Callable[..., ShardedModel]
 
 @pytest.fixture
 def passes() -> Iterator[Passes]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
+    )
     yield Passes(60.0)
     dist.destroy_process_group()
 
@@ -86,7 +89,9 @@ def test_a_pytorch_that_cannot_sum_gradients_which_some_ranks_lack_is_refused(
         ShardedModel(make(), passes=passes, device=torch.device("cpu"), shard=FsdpWeights)
 
 
-def test_forward_and_gradients_are_those_of_the_whole_model(make: Callable[[], PreTrainedModel], shard: Shard) -> None:
+def test_forward_and_gradients_are_those_of_the_whole_model(
+    make: Callable[[], PreTrainedModel], shard: Shard
+) -> None:
     whole, model = make(), make()
     before = sequence_logits(whole, IDS)
     loss_of(whole).backward()
@@ -169,7 +174,9 @@ def test_a_parameter_whose_memory_is_no_longer_the_partition_is_refused(
         shards.check(0)
 
 
-def test_a_parameter_that_is_added_later_is_refused(make: Callable[[], PreTrainedModel], shard: Shard) -> None:
+def test_a_parameter_that_is_added_later_is_refused(
+    make: Callable[[], PreTrainedModel], shard: Shard
+) -> None:
     model = make()
     shards = shard(model)
     model.base_model.layers[0].extra = torch.nn.Parameter(torch.zeros(2))
@@ -178,7 +185,9 @@ def test_a_parameter_that_is_added_later_is_refused(make: Callable[[], PreTraine
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["in the forward", "after the forward"])
-def test_a_failure_leaves_nothing_gathered(make: Callable[[], PreTrainedModel], shard: Shard, after: bool) -> None:
+def test_a_failure_leaves_nothing_gathered(
+    make: Callable[[], PreTrainedModel], shard: Shard, after: bool
+) -> None:
     model = make()
     shards = shard(model)
 
@@ -194,7 +203,9 @@ def test_a_failure_leaves_nothing_gathered(make: Callable[[], PreTrainedModel], 
     # The backward of a failed forward was played without weight.
     grads = [p.grad for p in model.parameters()]
     assert (
-        all(g is not None and not g.to_local().any() for g in grads) if after else not any(g is not None for g in grads)
+        all(g is not None and not g.to_local().any() for g in grads)
+        if after
+        else not any(g is not None for g in grads)
     )
 
 
@@ -230,7 +241,9 @@ def test_a_number_alone_cannot_be_sharded(make: Callable[[], PreTrainedModel], s
         shard(model)
 
 
-def test_gradient_checkpointing_changes_no_gradient(make: Callable[[], PreTrainedModel], shard: Shard) -> None:
+def test_gradient_checkpointing_changes_no_gradient(
+    make: Callable[[], PreTrainedModel], shard: Shard
+) -> None:
     whole, model = make(), make()
     shards = shard(model)
     for one in (whole, model):

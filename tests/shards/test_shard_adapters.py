@@ -21,7 +21,9 @@ __all__ = ["passes", "shard"]
 def adapted(**fields: object) -> peft.PeftModel:
     model = make_model()
     adopt_tree_attention(model)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj", "embed_tokens"], **fields)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "down_proj", "embed_tokens"], **fields
+    )
     model = add_adapter(model, config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

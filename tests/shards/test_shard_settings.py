@@ -1,4 +1,6 @@
-"""The FSDP configuration of TrainingArguments and of accelerate's environment, as `lockstep.shards.settings` reads it."""
+"""The FSDP configuration of TrainingArguments and of accelerate's environment, as `lockstep.shards.settings` reads
+it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from lockstep.shards.settings import take_settings
 
 LAUNCHED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
 # What `accelerate launch` sets beside, if the file says nothing about it.
-LAUNCHED |= {"FSDP_OFFLOAD_PARAMS": "false", "FSDP_MIN_NUM_PARAMS": "100000000", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"}
+LAUNCHED |= {
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_MIN_NUM_PARAMS": "100000000",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+}
 LAUNCHED |= {"FSDP_ACTIVATION_CHECKPOINTING": "false", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 
 
@@ -44,7 +50,9 @@ def test_accelerate_s_environment_asks_for_shards_and_its_own_plugin_is_switched
         ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "fsdp_auto_wrap_policy=SIZE_BASED_WRAP"),
     ],
 )
-def test_what_would_compute_or_hold_something_else_is_refused_by_name(changes: dict[str, str], said: str) -> None:
+def test_what_would_compute_or_hold_something_else_is_refused_by_name(
+    changes: dict[str, str], said: str
+) -> None:
     with pytest.raises(InputError, match=said):
         take_settings(None, None, LAUNCHED | changes)
     fields = {name.lower(): value for name, value in changes.items()}

@@ -1,4 +1,7 @@
-"""What DeepSpeed gathers during a step, and when it is freed, on one rank. The results: `tests/shards/test_model.py`."""
+"""What DeepSpeed gathers during a step, and when it is freed, on one rank.
+
+The results: `tests/shards/test_model.py`.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,9 @@ def test_what_deepspeed_holds_is_what_the_optimizer_changes(passes: Passes) -> N
         assert own.numel() == theirs.numel(), name
 
 
-def test_frozen_weights_get_no_gradient_and_are_not_reduced(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_weights_get_no_gradient_and_are_not_reduced(
+    passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, shards = sharded_model(passes)
     reduced: list[int] = []
     real = deepspeed_parts.reduce_scatter

@@ -2,8 +2,8 @@
 
 python three_ranks.py RANK PORT FOLDER
 
-It writes gradients, gathered weights, and how many rows it holds, of a model without shards and of both kinds of shards. Without
-autocast the weights are float64.
+It writes gradients, gathered weights, and how many rows it holds, of a model without shards and of both kinds of
+shards. Without autocast the weights are float64.
 """
 
 from __future__ import annotations

@@ -75,7 +75,9 @@ def bits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def unchanged(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> bool:
     after = model.state_dict()
-    return after.keys() == before.keys() and all(torch.equal(after[name], old) for name, old in before.items())
+    return after.keys() == before.keys() and all(
+        torch.equal(after[name], old) for name, old in before.items()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,11 +110,14 @@ def test_merging_twice_gives_the_same_bytes_and_the_digest_covers_them(dtype: to
     first = source.manifest(1)
     assert {t.dtype for t in first.tensors} == {str(dtype).removeprefix("torch.")}
     assert all(weights_of(model).manifest(2).digest == first.digest for _ in range(5))
-    # Layers of the same shape are merged one after the other and may reuse the same memory; each must have its own digest.
+    # Layers of the same shape are merged one after the other and may reuse the same memory; each must have its own
+    # digest.
     matrices = [t for t in first.tensors if len(t.shape) == 2]
     assert len({t.digest for t in matrices}) == len(matrices)
     move(model, 7)
-    changed = {a.name for a, b in zip(first.tensors, source.manifest(3).tensors, strict=True) if a.digest != b.digest}
+    changed = {
+        a.name for a, b in zip(first.tensors, source.manifest(3).tensors, strict=True) if a.digest != b.digest
+    }
     assert changed == {t.name for t in matrices if ".layers." in t.name}
 
 
@@ -161,7 +166,11 @@ def test_a_push_never_holds_a_second_copy(together: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("dtype", "pushes"),
-    [(torch.float32, 30), (torch.bfloat16, 100), pytest.param(torch.bfloat16, 1000, marks=pytest.mark.release)],
+    [
+        (torch.float32, 30),
+        (torch.bfloat16, 100),
+        pytest.param(torch.bfloat16, 1000, marks=pytest.mark.release),
+    ],
     ids=["fp32", "bf16", "a thousand in bf16"],
 )
 def test_many_pushes_leave_every_weight_as_it_was(untied_dir: str, dtype: torch.dtype, pushes: int) -> None:
@@ -226,14 +235,16 @@ def test_base_layers_in_eight_bits_are_refused() -> None:
         weights_of(model)
 
 
-# ---- the probe -----------------------------------------------------------------------------------------------------------
+# ---- the probe
+# -----------------------------------------------------------------------------------------------------------
 
 
 VLLM = [pytest.mark.vllm, needs_vllm]
 
 
 @pytest.fixture(
-    scope="module", params=["transformers", pytest.param("vllm", marks=VLLM), pytest.param("server", marks=VLLM)]
+    scope="module",
+    params=["transformers", pytest.param("vllm", marks=VLLM), pytest.param("server", marks=VLLM)],
 )
 def own_engine(request: pytest.FixtureRequest, untied_dir: str) -> Any:
     if request.param == "server":

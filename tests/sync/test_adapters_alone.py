@@ -1,4 +1,6 @@
-"""An adapter alone in real vLLM, in this process: exact, under a new name per push, and refused where it cannot be exact."""
+"""An adapter alone in real vLLM, in this process: exact, under a new name per push, and refused where it cannot be
+exact.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,9 @@ def test_each_push_is_proven_and_the_last_adapter_alone_stays(
 
 
 @on_vllm
-def test_the_prefix_cache_finds_nothing_of_an_earlier_push(engine: VLLMInProcess, pushing: ProvenPusher) -> None:
+def test_the_prefix_cache_finds_nothing_of_an_earlier_push(
+    engine: VLLMInProcess, pushing: ProvenPusher
+) -> None:
     pushing.push(10)
     assert [from_cache(engine), from_cache(engine) >= 64] == [0, True]
     # Also where the version stays the same: weights may have been set by hand.
@@ -148,7 +152,10 @@ def test_the_prefix_cache_finds_nothing_of_an_earlier_push(engine: VLLMInProcess
 def test_vllms_prefix_cache_takes_two_adapters_of_one_name_for_the_same(
     model: Any, engine: VLLMInProcess, pushing: ProvenPusher
 ) -> None:
-    """Its keys have the name and the path of an adapter, and not its number. Therefore every push has a name of its own."""
+    """Its keys have the name and the path of an adapter, and not its number.
+
+    Therefore every push has a name of its own.
+    """
     pushing.push(11)
     from_cache(engine)
     from vllm.lora.request import LoRARequest
@@ -182,7 +189,10 @@ def test_a_base_that_was_changed_by_hand_is_sent_again(
 def test_a_base_that_is_sent_again_has_no_digest_under_the_key_of_the_one_before(
     engine: VLLMInProcess, pushing: ProvenPusher
 ) -> None:
-    """A base from a GPU has a digest with the key of its push. Another key, or none, is drawn for what is sent in its place."""
+    """A base from a GPU has a digest with the key of its push.
+
+    Another key, or none, is drawn for what is sent in its place.
+    """
     pushing.push(22)
     of_another, own = iter([f"{0:032x}-1f"]), engine.adapters.base_digest
     with patch.object(type(engine.adapters), "base_digest", lambda _: next(of_another, None) or own()):
@@ -218,7 +228,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"use_dora": True}, "leave use_dora out"),
     "lora bias": ({"target_modules": ["q_proj"], "lora_bias": True}, "leave lora_bias out"),
     "biases": ({"target_modules": ["q_proj"], "bias": "lora_only"}, "bias='none'"),
-    "embedding": ({"target_modules": [*LINEAR, "embed_tokens"]}, "embed_tokens: an embedding or the output head"),
+    "embedding": (
+        {"target_modules": [*LINEAR, "embed_tokens"]},
+        "embed_tokens: an embedding or the output head",
+    ),
     "head": ({"target_modules": [*LINEAR, "lm_head"]}, "lm_head: an embedding or the output head"),
 }
 
@@ -235,13 +248,21 @@ def test_what_vllms_lora_cannot_hold_is_refused_in_one_sentence(kind: str) -> No
 def test_a_model_without_an_adapter_and_other_engines_are_refused(untied_dir: str) -> None:
     with pytest.raises(InputError, match="the model has none: set use_peft"):
         check_alone(make_model())
-    engine = TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT)
+    engine = TransformersEngine(
+        untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT
+    )
     with pytest.raises(InputError, match="needs vLLM as the engine"):
         pusher(adapted(), engine)
 
 
 def test_the_rank_that_vllm_gets_is_the_next_one_that_it_has() -> None:
-    assert [adapter_arguments(rank, ["a.q"])["max_lora_rank"] for rank in (1, 4, 16, 17, 512)] == [1, 8, 16, 32, 512]
+    assert [adapter_arguments(rank, ["a.q"])["max_lora_rank"] for rank in (1, 4, 16, 17, 512)] == [
+        1,
+        8,
+        16,
+        32,
+        512,
+    ]
     with pytest.raises(InputError, match="rank 513, and vLLM's LoRA supports at most 512"):
         adapter_arguments(513, ["a.q"])
 
@@ -302,19 +323,27 @@ def test_a_request_without_an_adapter_gets_none_beside_one_that_has_one(
     assert max(abs(a - b) for a, b in zip(together["with"], together["without"], strict=True)) > 0.1
 
 
-# ---- the proofs themselves, without vLLM ---------------------------------------------------------------------------------
+# ---- the proofs themselves, without vLLM
+# ---------------------------------------------------------------------------------
 
 
 def test_an_adapter_that_is_held_otherwise_than_it_was_sent_is_named() -> None:
     manifest = AdapterSource(adapted(), torch.float32).manifest(3)
     check_held(manifest, LoadedWeights(manifest.tensors, ()))
     first, *others = manifest.tensors
-    for wrong in (first._replace(digest="0"), first._replace(shape=(8, 64)), first._replace(name="model.other")):
+    for wrong in (
+        first._replace(digest="0"),
+        first._replace(shape=(8, 64)),
+        first._replace(name="model.other"),
+    ):
         with pytest.raises(
-            ProofError, match=r"proof 'adapter' failed: at version 3 the engine computes with other .* for 1 of 28"
+            ProofError,
+            match=r"proof 'adapter' failed: at version 3 the engine computes with other .* for 1 of 28",
         ):
             check_held(manifest, LoadedWeights((wrong, *others), ()))
-        elsewhere = LoadedWeights(manifest.tensors, (), others=(LoadedWeights((wrong, *others), (), "http://b"),))
+        elsewhere = LoadedWeights(
+            manifest.tensors, (), others=(LoadedWeights((wrong, *others), (), "http://b"),)
+        )
         with pytest.raises(ProofError, match="at http://b"):
             check_held(manifest, elsewhere)
     with pytest.raises(InputError, match=f"no LoRA layer for {first.name}"):
@@ -322,7 +351,9 @@ def test_an_adapter_that_is_held_otherwise_than_it_was_sent_is_named() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fields", [{}, {"use_rslora": True, "rank_pattern": {"q_proj": 2}}], ids=["plain", "rslora"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"use_rslora": True, "rank_pattern": {"q_proj": 2}}], ids=["plain", "rslora"]
+)
 def test_what_is_sent_is_compared_with_the_layers_themselves(
     fields: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,11 +370,16 @@ def test_what_is_sent_is_compared_with_the_layers_themselves(
     source = AdapterSource(model, dtype)
     before = source.manifest(0)
     move(model, 1)
-    with pytest.raises(ProofError, match=r"proof 'live' failed.*is not the tensor that was sent"), torch.no_grad():
+    with (
+        pytest.raises(ProofError, match=r"proof 'live' failed.*is not the tensor that was sent"),
+        torch.no_grad(),
+    ):
         check_adapter_live(model, source, before, 0)
     real = adapter_source.full_factors
     by = 1.01 if dtype == torch.float32 else 1.2
-    monkeypatch.setattr(adapter_source, "full_factors", lambda *given: (*real(*given)[:2], real(*given)[2] * by))
+    monkeypatch.setattr(
+        adapter_source, "full_factors", lambda *given: (*real(*given)[:2], real(*given)[2] * by)
+    )
     with pytest.raises(ProofError, match=r"proof 'live' failed.*what the adapter adds in .* differs by"):
         check(0)
 
@@ -380,7 +416,8 @@ def test_the_adapter_probe_passes_rounding_and_finds_a_thousandth() -> None:
             probed(wrong, True)
 
 
-# ---- engines of their own: vLLM's groups end with the first engine that is closed -----------------------------------------
+# ---- engines of their own: vLLM's groups end with the first engine that is closed
+# -----------------------------------------
 
 
 @on_vllm
@@ -394,9 +431,9 @@ def test_half_precision_and_a_tied_head_are_proven_too(kind: str, tmp_path: Path
             proof = pushing.push(version, canary=True, every_module=True)
             assert proof.probe.worst[1] < proof.probe.limit
             move(model, version)
-        assert proof.push.bytes * 2 == sum(tensor.nbytes for _, tensor in AdapterSource(model, torch.float32)), (
-            "bf16 adapters are half as large"
-        )
+        assert proof.push.bytes * 2 == sum(
+            tensor.nbytes for _, tensor in AdapterSource(model, torch.float32)
+        ), "bf16 adapters are half as large"
     finally:
         engine.close()
 

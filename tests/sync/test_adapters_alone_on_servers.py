@@ -1,4 +1,6 @@
-"""Adapters alone on a real server: proven like merged weights, beside running requests, and beside another run's adapters."""
+"""Adapters alone on a real server: proven like merged weights, beside running requests, and beside another run's
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ pytestmark = [pytest.mark.vllm, needs_vllm]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("served")
     save(make_model(), folder)
-    with serve(str(folder), folder, "--enable_lora", "--max_lora_rank", "8", "--max_cpu_loras", "4") as running:
+    with serve(
+        str(folder), folder, "--enable_lora", "--max_lora_rank", "8", "--max_cpu_loras", "4"
+    ) as running:
         yield running
 
 
@@ -49,7 +53,9 @@ def pusher(model: torch.nn.Module, engine: VLLMServer) -> ProvenPusher:
 
 
 def asked(name: str, tokens: int = 8) -> GenerationRequest:
-    return GenerationRequest(RequestKey(name, 0), [5, 6, 7], Sampling(max_tokens=tokens, min_tokens=tokens), 1)
+    return GenerationRequest(
+        RequestKey(name, 0), [5, 6, 7], Sampling(max_tokens=tokens, min_tokens=tokens), 1
+    )
 
 
 def sampled(engine: VLLMServer, name: str = "p") -> Completion:
@@ -134,7 +140,9 @@ def test_two_runs_that_begin_together_agree_on_one_base(server: Server) -> None:
             engine.close()
 
 
-def test_a_request_that_was_given_up_does_not_end_the_server_when_its_adapter_is_removed(server: Server) -> None:
+def test_a_request_that_was_given_up_does_not_end_the_server_when_its_adapter_is_removed(
+    server: Server,
+) -> None:
     engine, model = connect(server.url), adapted()
     pushing = pusher(model, engine)
     try:
@@ -185,7 +193,9 @@ def test_a_server_without_room_names_the_setting(server: Server) -> None:
     try:
         for engine in engines[:4]:
             pusher(adapted(), engine).push(0)
-        with pytest.raises(InputError, match=r"no room for another one: start it with a larger --max_cpu_loras"):
+        with pytest.raises(
+            InputError, match=r"no room for another one: start it with a larger --max_cpu_loras"
+        ):
             pusher(adapted(), engines[4]).push(0)
     finally:
         for engine in engines:
@@ -205,7 +215,9 @@ def test_a_resumed_run_removes_the_adapters_of_its_earlier_session(server: Serve
         first.close()
 
 
-def test_a_trainer_of_ones_own_sends_the_adapter_alone_too(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_of_ones_own_sends_the_adapter_alone_too(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     with pytest.raises(InputError, match="letters and digits"):
         connection.connect(server.url, enable_lora=True, run="a/b")
@@ -255,7 +267,10 @@ def test_an_adapter_that_is_too_large_for_the_server_is_refused(server: Server) 
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_workers_that_share_a_model_share_the_adapter(transport: str, split_server: Server) -> None:
-    engine, model = connect(split_server.url, transport=transport), adapted(make_model(), rank_pattern={"q_proj": 2})
+    engine, model = (
+        connect(split_server.url, transport=transport),
+        adapted(make_model(), rank_pattern={"q_proj": 2}),
+    )
     pushing = pusher(model, engine)
     try:
         for version in range(2):

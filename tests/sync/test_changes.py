@@ -27,12 +27,20 @@ from lockstep.weights.source import LastPush, PlainSource, Update
 from lockstep.weights.wire import stream as deltas
 from lockstep.weights.wire.network import GlooTransport, NCCLTransport
 from lockstep.weights.wire.shared_memory import SharedMemoryTransport
-from lockstep.weights.wire.stream import NO_CHANGES, Changes, ReceivedWeights, apply_changes, changes_between, part_of
+from lockstep.weights.wire.stream import (
+    NO_CHANGES,
+    Changes,
+    ReceivedWeights,
+    apply_changes,
+    changes_between,
+    part_of,
+)
 
 HALVES = [torch.bfloat16, torch.float16]
 
 
-# ---- one tensor ----------------------------------------------------------------------------------------------------------
+# ---- one tensor
+# ----------------------------------------------------------------------------------------------------------
 
 
 @draws(200)
@@ -96,14 +104,17 @@ def bytes_of(gaps: list[int]) -> torch.Tensor:
 def test_what_engines_fuse_is_one_part_and_whole_layers_are_not() -> None:
     layer = "model.layers.11"
     assert {part_of(f"{layer}.self_attn.{x}_proj.weight") for x in "qkvo"} == {f"{layer}.self_attn"}
-    assert {part_of(f"{layer}.mlp.{x}.weight") for x in ("gate_proj", "experts.3.up_proj", "experts.9.down_proj")} == {
-        f"{layer}.mlp"
-    }
+    assert {
+        part_of(f"{layer}.mlp.{x}.weight") for x in ("gate_proj", "experts.3.up_proj", "experts.9.down_proj")
+    } == {f"{layer}.mlp"}
     assert part_of("transformer.h.0.attn.c_attn.bias") == part_of("transformer.h.0.attn.c_attn.weight")
-    assert len({part_of(n) for n in ("lm_head.weight", "model.norm.weight", "model.embed_tokens.weight")}) == 3
+    assert (
+        len({part_of(n) for n in ("lm_head.weight", "model.norm.weight", "model.embed_tokens.weight")}) == 3
+    )
 
 
-# ---- whole pushes --------------------------------------------------------------------------------------------------------
+# ---- whole pushes
+# --------------------------------------------------------------------------------------------------------
 
 
 class Receiver:
@@ -128,7 +139,9 @@ class Receiver:
                 self.reference.clear()
             # The trainer reads every tensor before the next is made: the bytes are copied, as on a wire.
             assert all(
-                self.reference.take([(name, wire(piece))]) for name, piece in tensors.pieces(deltas=True) if sent(piece)
+                self.reference.take([(name, wire(piece))])
+                for name, piece in tensors.pieces(deltas=True)
+                if sent(piece)
             )
             arrived = self.reference.to_load()
         else:
@@ -169,7 +182,11 @@ CHANGE = st.tuples(
 
 
 @draws(25)
-@given(st.booleans(), st.sampled_from([None, *HALVES]), st.lists(st.lists(CHANGE, max_size=4), min_size=1, max_size=4))
+@given(
+    st.booleans(),
+    st.sampled_from([None, *HALVES]),
+    st.lists(st.lists(CHANGE, max_size=4), min_size=1, max_size=4),
+)
 def test_pushes_of_what_changed_end_in_the_bytes_of_a_whole_push(
     keeps: bool, dtype: torch.dtype | None, steps: list[list[tuple[str, int, float, int]]]
 ) -> None:
@@ -187,7 +204,9 @@ def test_pushes_of_what_changed_end_in_the_bytes_of_a_whole_push(
         assert holds(receiver, model)
         differing = sum(int((tensor != before[name]).sum()) for name, tensor in receiver.loaded.items())
         assert record.changed == (differing / sum(t.numel() for t in before.values()) if keeps else None)
-        changed = {part_of(name) for name, tensor in receiver.loaded.items() if not torch.equal(tensor, before[name])}
+        changed = {
+            part_of(name) for name, tensor in receiver.loaded.items() if not torch.equal(tensor, before[name])
+        }
         assert receiver.pushes[-1] == [name for name in receiver.loaded if part_of(name) in changed]
 
 
@@ -231,7 +250,8 @@ def test_a_tied_weight_that_changes_is_sent_under_its_first_name() -> None:
     assert receiver.pushes[-1] == ["model.embed_tokens.weight"]
 
 
-# ---- lost states ---------------------------------------------------------------------------------------------------------
+# ---- lost states
+# ---------------------------------------------------------------------------------------------------------
 
 
 def moved(model: Any, start: int = 0) -> Any:
@@ -279,7 +299,9 @@ def test_an_engine_to_which_another_trainer_pushed_is_sent_everything(
     in_full(model, receiver, caplog, "does not hold the version that was pushed last")
 
 
-def test_changes_that_meet_an_old_base_are_found_and_everything_is_sent(caplog: pytest.LogCaptureFixture) -> None:
+def test_changes_that_meet_an_old_base_are_found_and_everything_is_sent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """The trainer's copy is one push ahead of the engine's."""
     model, receiver = make_model(), Receiver(torch.bfloat16, keeps=True)
     push_weights(model, receiver, 0)
@@ -315,7 +337,10 @@ def test_a_tensor_that_is_left_out_although_it_changed_is_found(
 def test_a_wrong_comparison_is_found_by_the_live_model(
     pushed: tuple[Any, Receiver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer takes the last digest for that of tensors that have changed, in the manifest too. The engine agrees with it."""
+    """The trainer takes the last digest for that of tensors that have changed, in the manifest too.
+
+    The engine agrees with it.
+    """
     model, receiver = pushed
     receiver.wire_dtype, receiver.keeps = None, False
     push_weights(model, receiver, 2)
@@ -326,7 +351,9 @@ def test_a_wrong_comparison_is_found_by_the_live_model(
         push_weights(moved(model), receiver, 3)
 
 
-def test_a_push_after_one_that_failed_sends_everything(pushed: tuple[Any, Receiver], monkeypatch: Any) -> None:
+def test_a_push_after_one_that_failed_sends_everything(
+    pushed: tuple[Any, Receiver], monkeypatch: Any
+) -> None:
     model, receiver = pushed
     with monkeypatch.context() as patch:
         patch.setattr(receiver, "reset_caches", lambda: False)
@@ -352,7 +379,8 @@ def test_a_fault_in_the_engines_memory_is_found_by_the_probe_and_then_overwritte
     assert pusher.push(4, every_module=True).push.sent_bytes == 0
 
 
-# ---- on the wire ---------------------------------------------------------------------------------------------------------
+# ---- on the wire
+# ---------------------------------------------------------------------------------------------------------
 
 
 class KeepingWorker(Worker):

@@ -1,4 +1,7 @@
-"""What `weights/wire/cuda_ipc.py` relies on in PyTorch. Pushes over CUDA IPC are in `tests/pretend_cuda/test_runs.py`."""
+"""What `weights/wire/cuda_ipc.py` relies on in PyTorch.
+
+Pushes over CUDA IPC are in `tests/pretend_cuda/test_runs.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from lockstep.weights.wire.shared_memory import TrainerLock, TrainerSlots, segme
 from lockstep.weights.wire.transport import choose_transport
 
 FIELDS = [
-    "device", "handle", "storage_size_bytes", "storage_offset_bytes", "ref_counter_handle", "ref_counter_offset", "event_handle",
+    "device", "handle", "storage_size_bytes", "storage_offset_bytes", "ref_counter_handle", "ref_counter_offset",
+    "event_handle",
     "event_sync_required",
 ]  # fmt: skip
 
@@ -33,7 +37,10 @@ def test_pytorch_gives_and_takes_the_eight_fields_in_this_order() -> None:
         if isinstance(node, ast.Assign) and "_share_cuda_" in ast.unparse(node.value)
     ]
     (taken,) = [
-        [argument.id.removeprefix("storage_") if i < 2 else argument.id for i, argument in enumerate(node.args)]
+        [
+            argument.id.removeprefix("storage_") if i < 2 else argument.id
+            for i, argument in enumerate(node.args)
+        ]
         for node in ast.walk(ast.parse(inspect.getsource(reductions.rebuild_cuda_tensor)))
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_new_shared_cuda")
     ]
@@ -49,18 +56,28 @@ def test_the_counters_are_those_of_pytorch() -> None:
     # The same function of PyTorch names the files of tensors that processes share by name.
     _, name, _ = torch.empty(8).untyped_storage()._share_filename_cpu_()
     assert cuda_ipc.COUNTER_FILE.fullmatch(name)
-    for other in (b"/torch_1_2", b"/torch_1_2_3/../x", b"/torch_1_2_3\n", b"torch_1_2_3", b"/dev/shm/torch_1_2_3"):
+    for other in (
+        b"/torch_1_2",
+        b"/torch_1_2_3/../x",
+        b"/torch_1_2_3\n",
+        b"torch_1_2_3",
+        b"/dev/shm/torch_1_2_3",
+    ):
         assert not cuda_ipc.COUNTER_FILE.fullmatch(other)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_trainer_without_a_gpu_is_refused_by_name_and_auto_does_not_ask() -> None:
-    with pytest.raises(InputError, match="vllm_weight_transport=cuda_ipc, but this process has no NVIDIA GPU"):
+    with pytest.raises(
+        InputError, match="vllm_weight_transport=cuda_ipc, but this process has no NVIDIA GPU"
+    ):
         choose_transport(NAME, [Worker()], "127.0.0.1", 0, 20.0)
 
 
 @pytest.mark.parametrize(("offset", "refused"), [(0, False), (64, True), (256, True)])
-def test_a_tensor_of_a_push_that_ends_beyond_the_buffer_is_refused(tmp_path: Path, offset: int, refused: bool) -> None:
+def test_a_tensor_of_a_push_that_ends_beyond_the_buffer_is_refused(
+    tmp_path: Path, offset: int, refused: bool
+) -> None:
     """The manifest of a push names places in the buffer whose handle came before."""
     path, buffer = tmp_path / "segment", torch.zeros(256, dtype=torch.uint8)
     lock = TrainerLock(shared_memory.new_file(path, segment_bytes(0, 1)))
@@ -73,7 +90,11 @@ def test_a_tensor_of_a_push_that_ends_beyond_the_buffer_is_refused(tmp_path: Pat
         incoming = worker_chunks(
             memory, file.fileno(), places, push=push, worker=0, workers=1, timeout=20.0, buffer=buffer
         )
-        with pytest.raises(ValueError, match="t is outside the buffer of 256 bytes") if refused else nullcontext():
+        with (
+            pytest.raises(ValueError, match="t is outside the buffer of 256 bytes")
+            if refused
+            else nullcontext()
+        ):
             assert [(name, len(tensor)) for ((name, tensor),) in incoming] == [("t", 256)]
     if refused:
         with pytest.raises(RuntimeError, match="left the push"):

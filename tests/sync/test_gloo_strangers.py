@@ -121,7 +121,9 @@ class Impostor(Worker):
 
     def update_weights(self, info: dict[str, Any]) -> None:
         limit = timedelta(seconds=LIMIT)
-        store = dist.TCPStore(info["host"], info["port"], is_master=False, timeout=limit, wait_for_workers=False)
+        store = dist.TCPStore(
+            info["host"], info["port"], is_master=False, timeout=limit, wait_for_workers=False
+        )
         store.set(ready_key(info["rank"]), "")
         meeting = Meeting(store, info["secret"], info["rank"], info["size"], info["host"], 1.0, lambda: None)
         group = gloo_group(meeting.signed(), meeting)

@@ -1,4 +1,6 @@
-"""Pushes whose digests have a key, as those between GPUs, on the CPU: what arrives is proven, and no fault of the way passes."""
+"""Pushes whose digests have a key, as those between GPUs, on the CPU: what arrives is proven, and no fault of the way
+passes.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,9 @@ def test_digests_of_an_old_buffer_stop_the_push_although_the_bytes_are_the_same(
         push_weights(model, engine, 2)
 
 
-def test_every_push_has_a_key_of_its_own_and_a_key_that_repeats_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_push_has_a_key_of_its_own_and_a_key_that_repeats_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, engine = make_model(), Faulty(list)
     for version in range(5):
         push_module.forget_push(engine)
@@ -164,7 +168,9 @@ def test_digests_of_two_kinds_or_keys_are_never_equal() -> None:
 
 
 def test_a_digest_is_of_the_bytes_at_the_time_when_it_was_begun() -> None:
-    """The engine may write to a tensor, and its memory may be given to another tensor, before anybody asks for the digest."""
+    """The engine may write to a tensor, and its memory may be given to another tensor, before anybody asks for the
+    digest.
+    """
     tensor = torch.arange(8.0)
     with one_push(3):
         wanted = tensor_specs([("w", tensor.clone())])

@@ -54,7 +54,9 @@ def test_one_old_tensor_is_found_and_named() -> None:
     with stale_source(PlainSource, model):
         with torch.no_grad():
             model.model.norm.weight[3] += 1e-6
-        with pytest.raises(ProofError, match=r"1 of 2\d compared tensors .* the first is model\.norm\.weight"):
+        with pytest.raises(
+            ProofError, match=r"1 of 2\d compared tensors .* the first is model\.norm\.weight"
+        ):
             push_weights(model, Recorder(), 4)
 
 
@@ -101,7 +103,9 @@ def test_a_right_merge_passes(kind: str, dtype: torch.dtype) -> None:
 def test_a_right_merge_passes_for_transposed_layers_and_scaled_embeddings() -> None:
     transposed = adapted(gpt2(), target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
     # Gemma multiplies the rows of its embedding by a number.
-    scaled = adapted(make_family("gemma", tie_word_embeddings=False), target_modules=["embed_tokens", "q_proj"])
+    scaled = adapted(
+        make_family("gemma", tie_word_embeddings=False), target_modules=["embed_tokens", "q_proj"]
+    )
     for model in (transposed, scaled):
         for version in range(4):
             push_weights(model, Recorder(), version)

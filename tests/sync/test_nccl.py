@@ -1,4 +1,6 @@
-"""The transport from GPU to GPU, on a machine without a GPU: what it refuses, who gets weights, and where NCCL may listen."""
+"""The transport from GPU to GPU, on a machine without a GPU: what it refuses, who gets weights, and where NCCL may
+listen.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +66,17 @@ def test_a_trainer_without_a_gpu_is_refused_before_it_asks_a_server() -> None:
 def test_processes_need_a_gpu_each() -> None:
     apart = [OnGpus("http://a:8000", "GPU-1", "GPU-2"), OnGpus("http://b:8000", "GPU-3")]
     check_gpus("GPU-0", apart)
-    with pytest.raises(InputError, match=r"the trainer and the server at http://a:8000 use the same GPU \(GPU-2\)"):
+    with pytest.raises(
+        InputError, match=r"the trainer and the server at http://a:8000 use the same GPU \(GPU-2\)"
+    ):
         check_gpus("GPU-2", apart)
     with pytest.raises(
         InputError, match="the server at http://a:8000 and the server at http://c:8000 use the same GPU"
     ):
         check_gpus("GPU-0", [*apart, OnGpus("http://c:8000", "GPU-1")])
-    with pytest.raises(InputError, match="the server at http://d:8000 computes without an NVIDIA GPU; use auto"):
+    with pytest.raises(
+        InputError, match="the server at http://d:8000 computes without an NVIDIA GPU; use auto"
+    ):
         check_gpus("GPU-0", [*apart, OnGpus("http://d:8000", "")])
 
 
@@ -84,7 +90,9 @@ class Impostor(Worker):
 
     def update_weights(self, info: dict[str, Any]) -> None:
         limit = timedelta(seconds=20)
-        store = dist.TCPStore(info["host"], info["port"], is_master=False, timeout=limit, wait_for_workers=False)
+        store = dist.TCPStore(
+            info["host"], info["port"], is_master=False, timeout=limit, wait_for_workers=False
+        )
         store.set(ready_key(info["rank"]), "")
         meeting = Meeting(store, info["secret"], info["rank"], info["size"], info["host"], 2.0, lambda: None)
         agreed = meeting.signed("group/")
@@ -164,7 +172,9 @@ def test_pushes_of_a_run_use_one_group(groups_made: list[int]) -> None:
     transport.close()
 
 
-def test_a_server_that_was_started_again_gets_a_new_group_without_a_failed_push(groups_made: list[int]) -> None:
+def test_a_server_that_was_started_again_gets_a_new_group_without_a_failed_push(
+    groups_made: list[int],
+) -> None:
     transport, workers = over_groups(NCCL), [named("http://a"), named("http://b")]
     send(transport, workers, 0)
     workers[1] = restarted(workers[1])
@@ -184,7 +194,9 @@ def test_other_servers_get_a_new_group(groups_made: list[int]) -> None:
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_a_push_that_failed_ends_its_group_and_the_next_makes_a_new_one(groups_made: list[int], servers: int) -> None:
+def test_a_push_that_failed_ends_its_group_and_the_next_makes_a_new_one(
+    groups_made: list[int], servers: int
+) -> None:
     """With two servers the other one has had all of the failed push, and still has its group."""
     transport = over_groups(NCCL)
     workers = [named(f"http://{number}") for number in range(servers)]
@@ -217,8 +229,16 @@ class OtherProcess(Worker):
     def __init__(self, folder: Path, *words: str) -> None:
         super().__init__()
         socket_file = str(folder / "socket")
-        with Listener(socket_file, "AF_UNIX") as listener, (folder / "output").open("a+", encoding="utf-8") as output:
-            command = [sys.executable, str(Path(__file__).with_name("worker_process.py")), socket_file, *words]
+        with (
+            Listener(socket_file, "AF_UNIX") as listener,
+            (folder / "output").open("a+", encoding="utf-8") as output,
+        ):
+            command = [
+                sys.executable,
+                str(Path(__file__).with_name("worker_process.py")),
+                socket_file,
+                *words,
+            ]
             self.program = Program(command, stdout=output, stderr=output)
             self._calls = listener.accept()
 

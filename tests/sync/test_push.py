@@ -60,7 +60,11 @@ def test_the_version_advances_last() -> None:
     receiver = Recorder()
     record = push_weights(make_model(), receiver, 4)
     assert receiver.events == ["begin", "load", "reset", "commit"]
-    assert (receiver.version, record.version, record.tensors) == (4, 4, len(list(make_model().named_parameters())))
+    assert (receiver.version, record.version, record.tensors) == (
+        4,
+        4,
+        len(list(make_model().named_parameters())),
+    )
 
 
 @pytest.mark.parametrize("version", [-1, 1 << 63, 1.0, "4", True, None])

@@ -50,7 +50,9 @@ def proven(model: PreTrainedModel, engine: VLLMInProcess, version: int) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_both_compute_with_what_was_sent_in_the_memory_they_had(tied: bool, request: pytest.FixtureRequest) -> None:
+def test_both_compute_with_what_was_sent_in_the_memory_they_had(
+    tied: bool, request: pytest.FixtureRequest
+) -> None:
     engine = request.getfixturevalue("tied_vllm" if tied else "untied_vllm")
     embedding, head = parts(engine)
     places = embedding.weight.data_ptr(), head.weight.data_ptr()
@@ -67,7 +69,9 @@ def test_both_compute_with_what_was_sent_in_the_memory_they_had(tied: bool, requ
         assert (head.cpu_linear is embedding.cpu_linear) == tied
 
 
-def test_an_update_that_ended_between_embedding_and_layers_leaves_nothing_behind(tied_vllm: VLLMInProcess) -> None:
+def test_an_update_that_ended_between_embedding_and_layers_leaves_nothing_behind(
+    tied_vllm: VLLMInProcess,
+) -> None:
     moved = perturbed(base(tied=True), scale=0.5, seed=9)
     tied_vllm.begin_update()
     tied_vllm.llm.update_weights({"update_info": {"tensors": list(moved.named_parameters())[:3]}})

@@ -1,4 +1,6 @@
-"""Trainer and worker take turns at a segment: no data is read before it is written, and a wait ends when the other end is gone."""
+"""Trainer and worker take turns at a segment: no data is read before it is written, and a wait ends when the other
+end is gone.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import pytest
 import torch
 
 from lockstep.weights.wire import shared_memory
-from lockstep.weights.wire.shared_memory import TrainerLock, TrainerSlots, is_unlocked, segment_bytes, worker_chunks
+from lockstep.weights.wire.shared_memory import (
+    TrainerLock,
+    TrainerSlots,
+    is_unlocked,
+    segment_bytes,
+    worker_chunks,
+)
 from lockstep.weights.wire.stream import Named
 
 SLOT, WORKERS = 256, 2

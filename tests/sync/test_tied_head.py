@@ -1,4 +1,7 @@
-"""Fault W2 on real vLLM: a tied lm_head keeps its old packed copy. Lockstep repairs it; without the repair the proofs catch it."""
+"""Fault W2 on real vLLM: a tied lm_head keeps its old packed copy.
+
+Lockstep repairs it; without the repair the proofs catch it.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,19 @@ LIMIT = tolerance(torch.float32, torch.float32)
 
 
 def rollout_gap(engine: VLLMInProcess, model: PreTrainedModel) -> GapStats:
-    asked = [GenerationRequest(RequestKey(f"p{i}", 0), (5 + i, 9, 40, 7), Sampling(max_tokens=8), i) for i in range(8)]
+    asked = [
+        GenerationRequest(RequestKey(f"p{i}", 0), (5 + i, 9, 40, 7), Sampling(max_tokens=8), i)
+        for i in range(8)
+    ]
     stats = GapStats()
     for completion in engine.generate(asked).values():
         ids = torch.tensor([[*completion.prompt_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
             logps = model(ids).logits[0, len(completion.prompt_ids) - 1 : -1].log_softmax(-1)
         scored = logps[torch.arange(len(completion.token_ids)), torch.tensor(completion.token_ids)]
-        stats = stats + measure_gap(torch.tensor(completion.logprobs), scored, [str(completion.key)], [len(scored)])
+        stats = stats + measure_gap(
+            torch.tensor(completion.logprobs), scored, [str(completion.key)], [len(scored)]
+        )
     return stats
 
 
@@ -43,7 +51,9 @@ def test_a_tied_model_whose_files_also_have_the_head_is_tied_in_both_programs(tm
 
     path = save_model(tmp_path / "tied", kind="llama", tied=True) / "model.safetensors"
     weights = load_file(path)
-    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, path, {"format": "pt"})
+    save_file(
+        weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, path, {"format": "pt"}
+    )
     found = EngineArgs(str(path.parent), max_model_len=64, dtype="float32").create_engine_config()
     assert not found.model_config.hf_config.tie_word_embeddings
     assert effective_settings(found)["model_config"]["tie_word_embeddings"]

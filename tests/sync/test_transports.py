@@ -1,6 +1,7 @@
 """The transports between a trainer and workers that the test starts: the right data arrives, within the stated memory.
 
-On a CPU, the transport from GPU to GPU broadcasts over a second group of gloo instead of NCCL. Everything else of it runs here.
+On a CPU, the transport from GPU to GPU broadcasts over a second group of gloo instead of NCCL. Everything else of it
+runs here.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Worker:
         self._fails_at = fails_at
 
     def init_transfer(self, info: dict[str, Any]) -> None:
-        self.segment = cuda_ipc.open_segment(info["segment"], info["bytes"], info.get("buffer"), torch.device("cpu"))
+        self.segment = cuda_ipc.open_segment(
+            info["segment"], info["bytes"], info.get("buffer"), torch.device("cpu")
+        )
 
     def update_weights(self, info: dict[str, Any]) -> None:
         if info["transport"] in (GLOO, NCCL):
@@ -190,7 +193,9 @@ class Killed(Worker):
             # It does not take part in the second group.
             store = TCPStore(info["host"], info["port"], is_master=False, wait_for_workers=False)
             store.set(ready_key(info["rank"]), "")
-            meeting = Meeting(store, info["secret"], info["rank"], info["size"], info["host"], 60.0, lambda: None)
+            meeting = Meeting(
+                store, info["secret"], info["rank"], info["size"], info["host"], 60.0, lambda: None
+            )
             meeting.signed("group/").set(f"worker{info['rank']}", b"new")
             self.control = connect(meeting)
         if self._stage == "receiving":
@@ -229,7 +234,9 @@ def test_shared_memory_is_two_chunks_and_a_worker_of_it_has_no_memory_of_its_own
     assert worker.segment is not None
     # The counters of the turns; in each slot, the counts of its chunk.
     counters = counts = chunks_module.ALIGNMENT
-    assert worker.segment.memory.numel() <= counters + 2 * (counts + chunks_module.aligned(max(CHUNK, largest_tensor)))
+    assert worker.segment.memory.numel() <= counters + 2 * (
+        counts + chunks_module.aligned(max(CHUNK, largest_tensor))
+    )
     assert worker.receiver.buffer.numel() == 0
 
 

@@ -13,7 +13,15 @@ import reasoning_gym as gym
 
 from lockstep.errors import InputError
 from lockstep.tasks import math_comparison
-from lockstep.tasks.rewards import accuracy, format, length, load_reward, names_model, reasoning_gym, soft_overlong
+from lockstep.tasks.rewards import (
+    accuracy,
+    format,
+    length,
+    load_reward,
+    names_model,
+    reasoning_gym,
+    soft_overlong,
+)
 
 SAME = [
     (r"so it is \boxed{\frac{1}{2}}", "0.5"),
@@ -46,7 +54,13 @@ def test_accuracy_compares_final_answers_as_mathematics(shape: Any) -> None:
 
 def test_accuracy_and_format_are_trls() -> None:
     rewards = pytest.importorskip("trl.rewards")
-    pairs = [*SAME, *OTHER, (r"\boxed{7}", "apple"), ("thus $4$", "4"), (r"<think>\boxed{3}</think> \boxed{4}", "4")]
+    pairs = [
+        *SAME,
+        *OTHER,
+        (r"\boxed{7}", "apple"),
+        ("thus $4$", "4"),
+        (r"<think>\boxed{3}</think> \boxed{4}", "4"),
+    ]
     texts, references = [list(column) for column in zip(*pairs, strict=True)]
     completions = [chat(text) for text in texts]
     assert accuracy(completions, solution=references) == rewards.accuracy_reward(completions, references)
@@ -168,7 +182,14 @@ def test_directories_and_hub_ids_name_models_and_nothing_else_does(tmp_path: Pat
     assert names_model(str(tmp_path))
     assert names_model("user/model-1.5")
     assert names_model("./not/there")
-    for function in ("accuracy", "soft_overlong(10,5)", "a/b.py:f", "pkg.module.f", "./rewards.py", "nothing"):
+    for function in (
+        "accuracy",
+        "soft_overlong(10,5)",
+        "a/b.py:f",
+        "pkg.module.f",
+        "./rewards.py",
+        "nothing",
+    ):
         assert not names_model(function)
     with pytest.raises(InputError, match=r"nor file\.py:function"):
         load_reward("./rewards.py")

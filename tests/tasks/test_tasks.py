@@ -30,7 +30,14 @@ from lockstep.tasks.rewards import exact_match, load_reward
 
 
 def load(name: str, **fields: Any) -> TaskData:
-    base = {"subset": None, "train_split": "train", "test_split": None, "train_size": 0, "eval_size": 0, "seed": 0}
+    base = {
+        "subset": None,
+        "train_split": "train",
+        "test_split": None,
+        "train_size": 0,
+        "eval_size": 0,
+        "seed": 0,
+    }
     return load_data(name, **{**base, **fields})
 
 
@@ -44,7 +51,9 @@ def test_held_out_problems_are_never_trained_on_and_answers_are_right(kind: str)
     shown = {message["content"] for message in train[0]["prompt"][:-1]}
     assert shown.isdisjoint(questions)
     for row in held_out:
-        a, b = [int(word.strip("?")) for word in row["prompt"][-1]["content"].split() if word.strip("?").isdigit()]
+        a, b = [
+            int(word.strip("?")) for word in row["prompt"][-1]["content"].split() if word.strip("?").isdigit()
+        ]
         assert row["answer"] == str(KINDS[kind].answer(a, b))
 
 
@@ -63,7 +72,9 @@ def test_arithmetic_that_does_not_exist_is_refused(kind: str, size: int, message
 
 def test_reasoning_gym_scores_its_own_answers() -> None:
     train, held_out, score = reasoning_gym_problems("letter_counting", 30, 10, seed=0)
-    assert {row["prompt"][-1]["content"] for row in train}.isdisjoint(row["prompt"][-1]["content"] for row in held_out)
+    assert {row["prompt"][-1]["content"] for row in train}.isdisjoint(
+        row["prompt"][-1]["content"] for row in held_out
+    )
     rows = [held_out[i] for i in range(10)]
     right = score(completions=[row["answer"] for row in rows], entry=[row["entry"] for row in rows])
     wrong = score(completions=["banana"] * 10, entry=[row["entry"] for row in rows])
@@ -113,7 +124,13 @@ def test_the_calculator_task_shows_a_call_and_rewards_the_right_one() -> None:
         return [{"role": "assistant", "content": "", "tool_calls": functions}]
 
     right, wrong = ("multiply", {"a": 3, "b": 4}), ("multiply", {"a": 3, "b": 5})
-    completions = [said(right), said(wrong), said(right, right), said(), [{"role": "assistant", "content": "12"}]]
+    completions = [
+        said(right),
+        said(wrong),
+        said(right, right),
+        said(),
+        [{"role": "assistant", "content": "12"}],
+    ]
     assert right_call(completions, a=[3] * 5, b=[4] * 5) == [1.0, 0.0, 0.0, 0.0, 0.0]
     with pytest.raises(InputError, match="were asked for"):
         calculator(9000, 1, 0)
@@ -121,7 +138,9 @@ def test_the_calculator_task_shows_a_call_and_rewards_the_right_one() -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet", "dir", "dict"])
 def test_own_data_is_read_from_every_format(tmp_path: Path, suffix: str) -> None:
-    data = Dataset.from_dict({"prompt": [f"say {i}" for i in range(12)], "answer": [str(i) for i in range(12)]})
+    data = Dataset.from_dict(
+        {"prompt": [f"say {i}" for i in range(12)], "answer": [str(i) for i in range(12)]}
+    )
     path = tmp_path / f"data.{suffix}"
     if suffix == "jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in data))
@@ -164,12 +183,23 @@ def test_texts_of_json_stay_texts(tmp_path: Path) -> None:
 
 def test_a_number_is_also_compared_by_value_and_a_missing_answer_is_not_scored() -> None:
     said = ["7", "7.0", "7e0", "8", "seven", "nan", "1_0", "True"]
-    assert exact_match(said, [7, 7, 7.0, 7, 7, float("nan"), 10, 1]) == [1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert exact_match(said, [7, 7, 7.0, 7, 7, float("nan"), 10, 1]) == [
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
     assert exact_match(["9007199254740993", "9007199254740992"], [2**53 + 1] * 2) == [1.0, 0.0]
     assert exact_match(["None", "x"], [None, "x"]) == [None, 1.0]
 
 
-def test_columns_of_csv_get_the_types_that_the_user_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_columns_of_csv_get_the_types_that_the_user_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (path := tmp_path / "data.csv").write_text("prompt,n,x,b\na,007,2.50,true\nb,,,\n")
     assert load(str(path)).train["n"][:] == ["007", ""]
     assert "set dataset_types: n=float x=float" in caplog.text
@@ -177,7 +207,11 @@ def test_columns_of_csv_get_the_types_that_the_user_names(tmp_path: Path, caplog
     data = load(str(path), types=["n=int", "x=float", "b=bool"]).train
     assert (data["n"][:], data["x"][:], data["b"][:]) == ([7, None], [2.5, None], [True, None])
     assert not caplog.text
-    for types, message in ((["b=int"], "b is 'true'"), (["z=int"], "no column 'z'"), (["n=whole"], "NAME=TYPE")):
+    for types, message in (
+        (["b=int"], "b is 'true'"),
+        (["z=int"], "no column 'z'"),
+        (["n=whole"], "NAME=TYPE"),
+    ):
         with pytest.raises(InputError, match=message):
             load(str(path), types=types)
     with pytest.raises(InputError, match="types of its own"):
@@ -236,7 +270,9 @@ def test_a_function_is_found_in_the_home_directory_and_behind_an_equals_sign(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "lr=1").mkdir()
-    (tmp_path / "lr=1" / "mine.py").write_text("def half(completions, **_):\n    return [0.5] * len(completions)\n")
+    (tmp_path / "lr=1" / "mine.py").write_text(
+        "def half(completions, **_):\n    return [0.5] * len(completions)\n"
+    )
     assert load_reward("~/lr=1/mine.py:half")(completions=["a"]) == [0.5]
     place = f"{tmp_path}/lr=1/mine.py:half"
     assert factory_names([place]) == {None: place}
@@ -341,11 +377,14 @@ def test_a_reward_file_hides_no_installed_module_and_no_other_reward_file(tmp_pa
     functions = [load_reward(f"{file}:own") for file in files]
     assert [function(completions=["a"]) for function in functions] == [[0.0], [1.0]]
     assert sys.modules["json"] is json
-    assert [sys.modules[function.__module__].__file__ for function in functions] == [str(file) for file in files]
+    assert [sys.modules[function.__module__].__file__ for function in functions] == [
+        str(file) for file in files
+    ]
 
 
 @pytest.mark.parametrize(
-    "ending", ["raise SystemExit(0)", "raise BaseException(1)", "raise ValueError(1)", "import nothing_like_this"]
+    "ending",
+    ["raise SystemExit(0)", "raise BaseException(1)", "raise ValueError(1)", "import nothing_like_this"],
 )
 def test_a_reward_module_that_ends_the_program_is_an_error_that_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
@@ -375,5 +414,7 @@ assert len(load_data("arithmetic", subset=None, **size).train) == 2
 assert "reasoning_gym" not in sys.modules
 assert len(load_data("reasoning_gym", subset="gcd", **size).train) == 2
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]

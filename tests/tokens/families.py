@@ -25,7 +25,8 @@ _CHATML = (
 _MISTRAL = (
     "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
     "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
-    "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ {'content': m.content, 'call_id': m.tool_call_id} | tojson }}[/TOOL_RESULTS]"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ {'content': m.content, 'call_id': m.tool_call_id} | tojson "
+    "}}[/TOOL_RESULTS]"
     "{% elif m.role == 'assistant' %}{{ m.content }}{% if m.tool_calls %}[TOOL_CALLS]["
     "{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('an id has 9 characters') }}{% endif %}"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
@@ -33,18 +34,25 @@ _MISTRAL = (
 )
 _KIMI = (
     "<|im_system|>system<|im_middle|>You are Kimi.<|im_end|>"
-    "{% for m in messages %}{% if m.role == 'tool' %}<|im_system|>{{ m.name }}<|im_middle|>## Return of {{ m.tool_call_id }}\n"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_system|>{{ m.name }}<|im_middle|>## Return of {{ "
+    "m.tool_call_id }}\n"
     "{{ m.content }}{% else %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}{% endif %}"
     "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}<|tool_call_begin|>{{ c.id }}"
-    "<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>"
+    "<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor "
+    "%}<|tool_calls_section_end|>"
     "{% endif %}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
 )
-_PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+_PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt "
+    "%}assistant: {% endif %}"
+)
 
 
 class Family(NamedTuple):
-    """A template, the special tokens of its tokenizer (the first ends a turn), and its added tokens that are not special."""
+    """A template, the special tokens of its tokenizer (the first ends a turn), and its added tokens that are not
+    special.
+    """
 
     template: str
     special: str
@@ -61,10 +69,14 @@ _DEEPSEEK = (
     "<｜User｜> <｜Assistant｜> <think> </think>"
 )
 LLAMA = "<|eot_id|> <|eom_id|> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|python_tag|>"
-GEMMA4 = '<turn|> <|tool_response> <|turn> <tool_response|> <|tool_call> <tool_call|> <|channel> <channel|> <|"|> <|tool> <tool|>'
+GEMMA4 = (
+    "<turn|> <|tool_response> <|turn> <tool_response|> <|tool_call> <tool_call|> <|channel> <channel|> "
+    '<|"|> <|tool> <tool|>'
+)
 _COHERE = "<|END_OF_TURN_TOKEN|> <|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|>"
 _LFM = (
-    "<|im_end|> <|im_start|> <|tool_call_start|> <|tool_call_end|> <|tool_list_start|> <|tool_list_end|> <|endoftext|>"
+    "<|im_end|> <|im_start|> <|tool_call_start|> <|tool_call_end|> <|tool_list_start|> <|tool_list_end|> "
+    "<|endoftext|>"
 )
 
 FAMILIES: dict[str, Family] = {
@@ -92,7 +104,9 @@ FAMILIES: dict[str, Family] = {
         ends=2,
     ),
     "deepseek-v3": Family("deepseekv3", "<｜end▁of▁sentence｜> <｜begin▁of▁sentence｜>", _DEEPSEEK),
-    "deepseek-r1-distill": Family("deepseek_r1_distill", "<｜end▁of▁sentence｜> <｜begin▁of▁sentence｜>", _DEEPSEEK),
+    "deepseek-r1-distill": Family(
+        "deepseek_r1_distill", "<｜end▁of▁sentence｜> <｜begin▁of▁sentence｜>", _DEEPSEEK
+    ),
     "gemma-2": Family("gemma", "<end_of_turn> <eos> <bos> <start_of_turn>", ends=2),
     "gemma-3": Family("gemma3", "<end_of_turn> <eos> <bos> <start_of_turn>", ends=2),
     "gemma-4": Family("gemma4_v5", GEMMA4, ends=2),
@@ -109,7 +123,8 @@ FAMILIES: dict[str, Family] = {
     "no control tokens": Family(_PLAIN, "<|endoftext|>"),
 }
 
-# Models that see images. The templates of the first two take text or lists of parts as content, the others take lists only.
+# Models that see images. The templates of the first two take text or lists of parts as content, the others take lists
+# only.
 _SEEN = "<|vision_start|> <|image_pad|> <|vision_end|>"
 _TILES = "<|im_start|> <fake_token_around_image> <image> <global-img>"
 VISION: dict[str, Family] = {
@@ -146,10 +161,16 @@ def make_tokenizer(family: Family) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in family.special.split()]
     )
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in family.added.split()])
+    tokenizer.add_tokens(
+        [AddedToken(token, special=False, normalized=False) for token in family.added.split()]
+    )
     special = family.special.split()
-    bos = next((t for t in special if t in ("<s>", "<bos>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>")), None)
-    template = family.template if "{" in family.template else (_TRL / f"{family.template}.jinja").read_text("utf-8")
+    bos = next(
+        (t for t in special if t in ("<s>", "<bos>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>")), None
+    )
+    template = (
+        family.template if "{" in family.template else (_TRL / f"{family.template}.jinja").read_text("utf-8")
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=special[0], bos_token=bos, chat_template=template
     )
@@ -159,7 +180,9 @@ def make_tokenizer(family: Family) -> PreTrainedTokenizerFast:
 def extension_of(name: str, tool_format: str | None = None) -> Extension:
     """Extends conversations of the family."""
     kwargs = dict(FAMILIES[name].kwargs)
-    return Extension(tokenizer_of(name), end_ids_of(name), chat_template_kwargs=kwargs, tool_format=tool_format)
+    return Extension(
+        tokenizer_of(name), end_ids_of(name), chat_template_kwargs=kwargs, tool_format=tool_format
+    )
 
 
 def end_ids_of(name: str) -> list[int]:
@@ -169,7 +192,9 @@ def end_ids_of(name: str) -> list[int]:
 
 def end_ids(family: Family) -> list[int]:
     """The ids that end a turn."""
-    return [make_tokenizer(family).convert_tokens_to_ids(token) for token in family.special.split()[: family.ends]]
+    return [
+        make_tokenizer(family).convert_tokens_to_ids(token) for token in family.special.split()[: family.ends]
+    ]
 
 
 def table() -> str:

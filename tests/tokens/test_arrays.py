@@ -59,7 +59,9 @@ def test_values_are_kept_exactly(numbers: list[float], whole: list[int]) -> None
     assert whole_numbers(whole).tolist() == whole
 
 
-@pytest.mark.parametrize("bad", [[None], [0.5, None], ["-0.5"], [[-0.5]], [[1], [2, 3]], "no", None, -0.5, [{}]])
+@pytest.mark.parametrize(
+    "bad", [[None], [0.5, None], ["-0.5"], [[-0.5]], [[1], [2, 3]], "no", None, -0.5, [{}]]
+)
 def test_what_is_no_sequence_of_numbers_is_refused(bad: Any) -> None:
     with pytest.raises(BadValues):
         reals(bad)

@@ -1,4 +1,6 @@
-"""Conversations grow in ids: what was sampled is kept, what is inserted is the template's own, and rewritten history branches."""
+"""Conversations grow in ids: what was sampled is kept, what is inserted is the template's own, and rewritten history
+branches.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from transformers import PreTrainedTokenizerFast
 from lockstep.errors import InputError, ProofError
 from lockstep.tokens.arrays import Ids, joined, whole_numbers
 from lockstep.tokens.chat import render_prompt
-from lockstep.tokens.extension import EARLIER_DIFFERS, END_DIFFERS, TURN_DIFFERS, Branch, Extension, Insert, Message
+from lockstep.tokens.extension import (
+    EARLIER_DIFFERS,
+    END_DIFFERS,
+    TURN_DIFFERS,
+    Branch,
+    Extension,
+    Insert,
+    Message,
+)
 
 _GROWING = [name for name in FAMILIES if name != "no control tokens"]
 _JSON = ("hermes", "mistral", "deepseek", "harmony", "llama3_json")
@@ -104,7 +114,9 @@ def control_count(name: str, ids: Ids) -> int:
 def rendered(name: str, messages: list[Message]) -> str:
     """The template's own rendering, made by transformers alone."""
     kwargs = dict(FAMILIES[name].kwargs)
-    return str(tokenizer_of(name).apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs))
+    return str(
+        tokenizer_of(name).apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
+    )
 
 
 def texts(name: str, special: bool) -> st.SearchStrategy[str]:
@@ -116,7 +128,9 @@ def texts(name: str, special: bool) -> st.SearchStrategy[str]:
 
 
 def written_call(name: str, text: str) -> Ids:
-    """A tool call in the family's own form, whose argument is a text; the ids are what the template's text gives around it."""
+    """A tool call in the family's own form, whose argument is a text; the ids are what the template's text gives
+    around it.
+    """
     arguments: Any = {"city": "ZQZ"}
     if extension_of(name).conventions.arguments_as_text:
         arguments = json.dumps(arguments)
@@ -140,7 +154,10 @@ def _turn(data: st.DataObject, name: str, special: bool) -> tuple[Ids, list[str]
     if how.thinking_field is not None and data.draw(st.booleans()):
         opening, closing = how.thinking
         parts += [] if how.thinks_first else [ids_of(name, opening + "\n")]
-        parts += [as_text(name, data.draw(texts(name, special))), ids_of(name, "\n" + closing + how.content_mark)]
+        parts += [
+            as_text(name, data.draw(texts(name, special))),
+            ids_of(name, "\n" + closing + how.content_mark),
+        ]
     elif how.content_mark and data.draw(st.booleans()):
         parts.append(ids_of(name, how.content_mark))
     # Pieces of text are encoded one by one: a model does not always choose the tokens of the tokenizer.
@@ -247,7 +264,9 @@ def test_a_branch_has_the_templates_ids_without_the_earlier_thinking() -> None:
     assert step.reason == TURN_DIFFERS
     text = decoded("qwen3", step.ids)
     assert "hmm" not in text
-    assert text.endswith("<|im_start|>assistant\n4<|im_end|>\n<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n")
+    assert text.endswith(
+        "<|im_start|>assistant\n4<|im_end|>\n<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_thinking_of_an_earlier_turn_that_is_dropped_is_named_as_the_reason() -> None:
@@ -276,7 +295,9 @@ def test_an_end_token_that_the_template_does_not_write_is_left_out_of_a_branch()
     extension, (_, other) = extension_of(name), end_ids_of(name)
     asked = [{"role": "user", "content": "q"}]
     context, said = extension.prompt(asked), as_text(name, "x")
-    step = extension.next(asked, context, joined([said, whole_numbers([other])]), [{"role": "user", "content": "why"}])
+    step = extension.next(
+        asked, context, joined([said, whole_numbers([other])]), [{"role": "user", "content": "why"}]
+    )
     assert isinstance(step, Branch)
     assert step.reason == END_DIFFERS
     assert decoded(name, step.ids).endswith("\n\nx<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nwhy<|eot_id|>"
@@ -287,7 +308,11 @@ def test_an_end_token_that_the_template_does_not_write_is_left_out_of_a_branch()
 def test_the_end_token_is_inserted_exactly_when_it_was_not_sampled() -> None:
     extension = extension_of("smollm2")
     asked, why = [{"role": "user", "content": "q"}], [{"role": "user", "content": "why"}]
-    context, said, end = extension.prompt(asked), as_text("smollm2", "four"), whole_numbers(end_ids_of("smollm2"))
+    context, said, end = (
+        extension.prompt(asked),
+        as_text("smollm2", "four"),
+        whole_numbers(end_ids_of("smollm2")),
+    )
     cut, ended = (extension.next(asked, context, turn, why) for turn in (said, joined([said, end])))
     assert np.array_equal(cut.ids, joined([end, ended.ids]))
     assert decoded("smollm2", ended.ids).startswith("\n<|im_start|>user")
@@ -310,7 +335,8 @@ def test_a_turn_continues_the_assistants_last_message() -> None:
     step = extension.next(asked, context, as_text("smollm2", " is 4"), [{"role": "user", "content": "why"}])
     assert isinstance(step, Insert)
     assert decoded("smollm2", joined([context, as_text("smollm2", " is 4"), step.ids])) == rendered(
-        "smollm2", [asked[0], {"role": "assistant", "content": "The answer is 4"}, {"role": "user", "content": "why"}]
+        "smollm2",
+        [asked[0], {"role": "assistant", "content": "The answer is 4"}, {"role": "user", "content": "why"}],
     )
 
 
@@ -320,7 +346,9 @@ def test_ordinary_messages_give_the_ids_of_the_prompt(name: str) -> None:
 
     def check(text: str) -> None:
         messages = [{"role": "user", "content": text}]
-        assert tuple(extension_of(name).prompt(messages)) == render_prompt(messages, tokenizer_of(name), kwargs)
+        assert tuple(extension_of(name).prompt(messages)) == render_prompt(
+            messages, tokenizer_of(name), kwargs
+        )
 
     hold(name, 5, check, text=texts(name, special=False))
 
@@ -390,7 +418,9 @@ def test_a_lone_surrogate_of_a_tool_becomes_the_replacement_character() -> None:
 class TestRefusals:
     def test_a_tokenizer_without_a_template(self) -> None:
         with pytest.raises(InputError, match="no chat template"):
-            Extension(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("smollm2").backend_tokenizer), [0])
+            Extension(
+                PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("smollm2").backend_tokenizer), [0]
+            )
 
     def test_a_template_that_does_not_close_a_turn(self) -> None:
         with pytest.raises(InputError, match=r"does not close an assistant turn .*eos_token_id"):
@@ -414,8 +444,12 @@ class TestRefusals:
 
         with pytest.raises(InputError, match="name the format with tool_format"):
             Extension(tokenizer_of("smollm2"), end_ids_of("smollm2"), tools=[look_up])
-        named = Extension(tokenizer_of("smollm2"), end_ids_of("smollm2"), tools=[look_up], tool_format="hermes")
-        turn = named.read(as_text("smollm2", '<tool_call>{"name": "look_up", "arguments": {"city": "x"}}</tool_call>'))
+        named = Extension(
+            tokenizer_of("smollm2"), end_ids_of("smollm2"), tools=[look_up], tool_format="hermes"
+        )
+        turn = named.read(
+            as_text("smollm2", '<tool_call>{"name": "look_up", "arguments": {"city": "x"}}</tool_call>')
+        )
         assert [(call.name, call.arguments) for call in turn.calls] == [("look_up", {"city": "x"})]
         # The template does not show calls in a field of their own, so they stay in the content.
         assert turn.message["content"].startswith("<tool_call>")
@@ -430,7 +464,9 @@ class TestRefusals:
 
 
 @pytest.mark.parametrize(("scheme", "keeps"), [("first", False), ("always", True)])
-def test_a_tokenizer_that_cannot_keep_text_as_text_refuses_it_and_extends_the_rest(scheme: str, keeps: bool) -> None:
+def test_a_tokenizer_that_cannot_keep_text_as_text_refuses_it_and_extends_the_rest(
+    scheme: str, keeps: bool
+) -> None:
     tokenizer = _metaspace(scheme)
     extension = Extension(tokenizer, [tokenizer.eos_token_id])
     assert extension.cases["answer, user"] == "extends"
@@ -456,12 +492,23 @@ def _with_template(template: str) -> PreTrainedTokenizerFast:
 
 
 def _metaspace(scheme: str) -> PreTrainedTokenizerFast:
-    pieces = ["<unk>", *(f"<0x{n:02X}>" for n in range(256)), "▁", *map(chr, range(33, 127)), "te", "▁te", "us", "▁us"]
+    pieces = [
+        "<unk>",
+        *(f"<0x{n:02X}>" for n in range(256)),
+        "▁",
+        *map(chr, range(33, 127)),
+        "te",
+        "▁te",
+        "us",
+        "▁us",
+    ]
     merges = [("t", "e"), ("▁", "te"), ("u", "s"), ("▁", "us")]
     vocabulary = {piece: n for n, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme)]
+    )
     tokenizer.add_special_tokens(["<|im_end|>", "<|im_start|>"])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=FAMILIES["smollm2"].template

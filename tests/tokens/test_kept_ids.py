@@ -24,7 +24,9 @@ def sets_of(found: KeptIds) -> list[list[int]]:
 def test_parts_and_choices_of_sets_are_those_of_the_lists(sets: list[list[int]], data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(sets)))
     end = data.draw(st.integers(start, len(sets)))
-    mask = np.array(data.draw(st.lists(st.booleans(), min_size=len(sets), max_size=len(sets))), dtype=np.bool_)
+    mask = np.array(
+        data.draw(st.lists(st.booleans(), min_size=len(sets), max_size=len(sets))), dtype=np.bool_
+    )
     assert sets_of(kept(sets)) == sets
     assert kept(sets).part(start, end) == kept(sets[start:end])
     assert kept(sets).where(mask) == kept([s for s, chosen in zip(sets, mask, strict=True) if chosen])

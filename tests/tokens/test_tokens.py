@@ -13,7 +13,13 @@ from lockstep import GRPOConfig
 from lockstep.errors import InputError
 from lockstep.rollouts.ranks import Ranks
 from lockstep.run.data.prompts import read_prompts
-from lockstep.tokens.chat import embedding_rows, fit_vocabulary, guard_tokenizer, load_tokenizer, render_prompt
+from lockstep.tokens.chat import (
+    embedding_rows,
+    fit_vocabulary,
+    guard_tokenizer,
+    load_tokenizer,
+    render_prompt,
+)
 
 
 def test_a_missing_pad_token_becomes_the_end_token_and_the_vocabulary_stays() -> None:
@@ -44,7 +50,11 @@ def test_tokens_without_an_embedding_are_taken_with_a_word_and_refused_where_the
     (beyond,) = (token for token, i in tokenizer.get_vocab().items() if i == rows)
     for text in (last, beyond):
         data = {"train": Dataset.from_dict({"prompt": ["what is 1 + 1", f"what {text}"]})}
-        with nullcontext() if text == last else pytest.raises(InputError, match=f"train/1 has token id {rows} but"):
+        with (
+            nullcontext()
+            if text == last
+            else pytest.raises(InputError, match=f"train/1 has token id {rows} but")
+        ):
             read_prompts(data, tokenizer, 64, config, Ranks(60.0), vocabulary=rows)
 
 
@@ -80,7 +90,9 @@ def test_messages_are_rendered_by_the_template_with_the_generation_prompt() -> N
 
 def test_a_last_assistant_message_is_continued() -> None:
     tokenizer = make_tokenizer()
-    ids = render_prompt([{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}], tokenizer)
+    ids = render_prompt(
+        [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}], tokenizer
+    )
     assert tokenizer.decode(ids).endswith("world")
 
 

@@ -1,4 +1,6 @@
-"""Tool calls are read from ids: markers are tokens, text that looks like one is text, and a malformed call is an error text."""
+"""Tool calls are read from ids: markers are tokens, text that looks like one is text, and a malformed call is an
+error text.
+"""
 
 from __future__ import annotations
 
@@ -37,22 +39,25 @@ _GLM = (
     "<arg_key>count</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
 )
 _ITEM = '{"name": "look_up", "arguments": {"city": "Paris", "count": 3}}'
-_SEEK = (
-    '<｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{"city": "Paris", "count": 3}\n```<｜tool▁call▁end｜>'
-)
+_SEEK = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{"city": "Paris", "count": 3}\n```<｜tool▁call▁end｜>'  # noqa: E501
 _LLAMA = '{"name": "look_up", "parameters": {"city": "Paris", "count": 3}}'
 _GEMMA = '<|tool_call>call:look_up{city:<|"|>Paris<|"|>,count:3}<tool_call|>'
 _KIMI = (
-    '<|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{"city": "Paris", "count": 3}<|tool_call_end|>'
+    '<|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{"city": "Paris", "count": '
+    "3}<|tool_call_end|>"
 )
 _LFM = "look_up(city='Paris', count=3)"
 
 WRITTEN = {
-    "hermes": Written("qwen3", _HERMES, f"{_HERMES}\n{_HERMES}", _HERMES.replace("3}}", "3}"), "is not valid JSON"),
+    "hermes": Written(
+        "qwen3", _HERMES, f"{_HERMES}\n{_HERMES}", _HERMES.replace("3}}", "3}"), "is not valid JSON"
+    ),
     "qwen3_xml": Written(
         "qwen3.5, thinking off", _XML, _XML + _XML, _XML.replace("</parameter>", ""), "is not an argument"
     ),
-    "glm": Written("glm-4.5", _GLM, _GLM + _GLM, _GLM.replace("</arg_value>", ""), "does not end after its arguments"),
+    "glm": Written(
+        "glm-4.5", _GLM, _GLM + _GLM, _GLM.replace("</arg_value>", ""), "does not end after its arguments"
+    ),
     "mistral": Written(
         "mistral",
         f"[TOOL_CALLS][{_ITEM}]",
@@ -214,7 +219,9 @@ def test_bare_words_of_gemma_are_words_also_where_they_begin_like_a_literal_or_a
 def test_a_schema_that_says_nothing_of_an_argument_is_taken(properties: Any) -> None:
     family = "qwen3.5, thinking off"
     function = {"name": "look_up", "parameters": {"type": "object", "properties": properties}}
-    extension = Extension(tokenizer_of(family), end_ids_of(family), tools=[{"type": "function", "function": function}])
+    extension = Extension(
+        tokenizer_of(family), end_ids_of(family), tools=[{"type": "function", "function": function}]
+    )
     (call,) = extension.read(ids_of(family, _XML)).calls
     assert call.arguments == {"city": "Paris", "count": 3}
 

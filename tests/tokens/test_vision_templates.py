@@ -27,7 +27,9 @@ def placeholder_of(name: str) -> int:
 
 def extension_of(name: str) -> Extension:
     tokenizer = tokenizer_of(name)
-    return Extension(tokenizer, [tokenizer.eos_token_id], placeholder=placeholder_of(name), tool_format="hermes")
+    return Extension(
+        tokenizer, [tokenizer.eos_token_id], placeholder=placeholder_of(name), tool_format="hermes"
+    )
 
 
 def pictures(name: str, *sizes: int) -> list[Shown]:
@@ -60,7 +62,10 @@ def text(given: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", VISION)
 def test_text_of_messages_is_shown_also_by_templates_that_take_parts_only(name: str) -> None:
     """Text as content would be left out without a word by the templates of SmolVLM and Idefics3."""
-    asked: list[Message] = [{"role": "system", "content": "be short"}, {"role": "user", "content": "what is 12 + 34"}]
+    asked: list[Message] = [
+        {"role": "system", "content": "be short"},
+        {"role": "user", "content": "what is 12 + 34"},
+    ]
     assert extension_of(name).prompt(asked).tolist() == due(name, asked, [])
 
 

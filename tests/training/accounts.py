@@ -54,7 +54,10 @@ class Case:
 
 
 def correction(mode: str, low: float | None, high: float | None) -> dict[str, Any]:
-    """The fields of a correction. In these tests every bound lies between the smallest and largest weight of `shifted_engine`."""
+    """The fields of a correction.
+
+    In these tests every bound lies between the smallest and largest weight of `shifted_engine`.
+    """
     settings = {"mode": mode, "clip_min": low, "clip_max": high}
     return {f"vllm_importance_sampling_{name}": value for name, value in settings.items()}
 
@@ -104,7 +107,12 @@ CASES: dict[str, Case] = {
     "gdpo": Case(
         "GRPO",
         {**_GROUPS, "multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]}
-        | {"use_adaptive_entropy": True, "entropy_coef_delta": 0.05, "entropy_target": 3.65, "learning_rate": 5e-3},
+        | {
+            "use_adaptive_entropy": True,
+            "entropy_coef_delta": 0.05,
+            "entropy_target": 3.65,
+            "learning_rate": 5e-3,
+        },
         {
             "aggregation": {"multi_objective_aggregation": "sum_then_normalize"},
             "entropy": {"use_adaptive_entropy": False},
@@ -113,7 +121,12 @@ CASES: dict[str, Case] = {
     ),
     "cispo-token_mask": Case(
         "GRPO",
-        {**_GROUPS, "loss_type": "cispo", "epsilon_high": 1.05, **correction("token_mask", 1 - 7e-5, 1 + 5e-5)},
+        {
+            **_GROUPS,
+            "loss_type": "cispo",
+            "epsilon_high": 1.05,
+            **correction("token_mask", 1 - 7e-5, 1 + 5e-5),
+        },
         {"ceiling": {"epsilon_high": 5.0}, **_UNBOUNDED},
     ),
     "sapo-sequence_geometric_mask": Case(
@@ -129,7 +142,13 @@ CASES: dict[str, Case] = {
     ),
     "scalerl": Case(
         "GRPO",
-        {**_GROUPS, "num_generations": 2, "loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "advantages"}
+        {
+            **_GROUPS,
+            "num_generations": 2,
+            "loss_type": "cispo",
+            "epsilon_high": 5.0,
+            "scale_rewards": "advantages",
+        }
         | {"average_by_prompt": True, "filter_zero_variance": True},
         {"average": {"average_by_prompt": False}, "filter": {"filter_zero_variance": False}},
         rewards=(by_length_of_some,),
@@ -140,32 +159,55 @@ CASES: dict[str, Case] = {
         {"interruption": {"max_thinking_length": None}},
     ),
     "gspo": Case(
-        "GRPO", {**_GROUPS, "importance_sampling_level": "sequence", "loss_type": "luspo", "learning_rate": 1e-3}
+        "GRPO",
+        {**_GROUPS, "importance_sampling_level": "sequence", "loss_type": "luspo", "learning_rate": 1e-3},
     ),
     "rloo": Case("RLOO", {**_GROUPS, "num_generations": 2, "beta": 0.05, "normalize_advantages": True}),
     "rloo-lora": Case(
         "RLOO",
-        {**_GROUPS, **_FRESH, "num_generations": 2, "beta": 0.5, "reward_clip_range": [4.0, 9.0], "learning_rate": 0.2},
+        {
+            **_GROUPS,
+            **_FRESH,
+            "num_generations": 2,
+            "beta": 0.5,
+            "reward_clip_range": [4.0, 9.0],
+            "learning_rate": 0.2,
+        },
         {"reference": {"beta": 0.0}, "range": {"reward_clip_range": None}},
         adapted=True,
     ),
     "dpo-sigmoid": Case("OnlineDPO", {**_PAIRS, "loss_type": "sigmoid"}),
     "dpo-ipo": Case("OnlineDPO", {**_PAIRS, "loss_type": "ipo"}),
     "reinforce++": Case("ReinforcePP", {**_GROUPS, "num_generations": 1, "beta": 0.01}),
-    "reinforce++-group": Case("ReinforcePP", {**_GROUPS, "num_generations": 2, "beta": 0.01, "baseline": "group"}),
+    "reinforce++-group": Case(
+        "ReinforcePP", {**_GROUPS, "num_generations": 2, "beta": 0.01, "baseline": "group"}
+    ),
     "ppo": Case("PPO", {**_GROUPS, "num_generations": 1, "beta": 0.05}),
     "ppo-sequence_mask": Case(
         "PPO",
-        {**_GROUPS, **_FRESH, "num_generations": 1, "beta": 0.5, **correction("sequence_mask", 1 - 1e-4, 1 + 1e-4)},
+        {
+            **_GROUPS,
+            **_FRESH,
+            "num_generations": 1,
+            "beta": 0.5,
+            **correction("sequence_mask", 1 - 1e-4, 1 + 1e-4),
+        },
         {"reference": {"beta": 0.0}, **_UNBOUNDED},
     ),
 }
 
 
-# What ranks add up is the same in these cases as in another case of the same method: their losses, corrections and masks are of one
-# token or of one sequence.
+# What ranks add up is the same in these cases as in another case of the same method: their losses, corrections and
+# masks are of one token or of one sequence.
 OF_ONE_RANK = (
-    *("grpo-bnpo", "grpo-cispo", "grpo-sapo", "grpo-vespo", "cispo-token_mask", "sapo-sequence_geometric_mask"),
+    *(
+        "grpo-bnpo",
+        "grpo-cispo",
+        "grpo-sapo",
+        "grpo-vespo",
+        "cispo-token_mask",
+        "sapo-sequence_geometric_mask",
+    ),
     *("vespo-sequence_truncate", "gspo", "rloo-lora", "dpo-ipo", "reinforce++-group", "ppo-sequence_mask"),
 )
 
@@ -192,16 +234,26 @@ def make(
     evaluation: Any = None,
     **fields: Any,
 ) -> OnlineTrainer:
-    """A trainer with two steps (or the steps of its case), each cut into micro-batches of `size` on each of `ranks` processes."""
+    """A trainer with two steps (or the steps of its case), each cut into micro-batches of `size` on each of `ranks`
+    processes.
+    """
     chosen = CASES[case]
-    base: dict[str, Any] = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "bf16": False, "use_vllm": False}
+    base: dict[str, Any] = {
+        "max_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "bf16": False,
+        "use_vllm": False,
+    }
     # Completions of different lengths, some of them cut.
     base |= {"stop_strings": list("aeiou")}
     base |= {"disable_tqdm": True, "report_to": [], "max_grad_norm": 0.0}
     # AdamW would make full-size steps even from gradients that are almost zero, and so from their rounding.
     base |= {"optim": "sgd", "learning_rate": 0.02, "model_init_kwargs": {"dtype": torch.float64}}
     base |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": STEP // (size * ranks)}
-    config = getattr(lockstep, f"{chosen.method}Config")(output_dir=str(folder), **{**base, **chosen.fields, **fields})
+    config = getattr(lockstep, f"{chosen.method}Config")(
+        output_dir=str(folder), **{**base, **chosen.fields, **fields}
+    )
     run: OnlineTrainer = getattr(lockstep, f"{chosen.method}Trainer")(
         model,
         reward_funcs=[reward] if reward is not None else list(chosen.rewards),
@@ -245,7 +297,9 @@ def gradients(trainer: OnlineTrainer) -> Steps:
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two sets of tensors, relative to each tensor's norm; for a tensor near zero, to the norm of all."""
+    """The largest difference of two sets of tensors, relative to each tensor's norm; for a tensor near zero, to the
+    norm of all.
+    """
     assert one.keys() == other.keys()
     whole = sum(float(tensor.norm()) ** 2 for tensor in one.values()) ** 0.5
     parts = [(other[name] - tensor).norm() / (tensor.norm() + 1e-3 * whole) for name, tensor in one.items()]

@@ -1,4 +1,6 @@
-"""Trees of tokens drawn at random, the dense mask that they stand for, and attention by trees for packs as small as the tests'."""
+"""Trees of tokens drawn at random, the dense mask that they stand for, and attention by trees for packs as small as
+the tests'.
+"""
 
 from __future__ import annotations
 

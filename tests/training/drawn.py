@@ -38,7 +38,8 @@ from lockstep.watch.evidence import TokenEvidence
 
 # Gives the scalar loss of one optimizer step by the reference.
 ReferenceLoss = Callable[[Subject, Drawn, slice], torch.Tensor]
-# No bound of a ratio, or of a mean of up to nine ratios, is a multiple of this value. At a bound, rounding would decide.
+# No bound of a ratio, or of a mean of up to nine ratios, is a multiple of this value. At a bound, rounding would
+# decide.
 GRID = 0.0613
 # The values per token of a drawn sequence.
 COLUMNS = ("old_logps", "behaviour_logps", "ref_logps", "values", "entropies")
@@ -69,7 +70,8 @@ def shapes(draw: st.DrawFn, sizes: tuple[int, ...] = (2, 4, 8), *, trees: bool =
     ]
     if all(reward is None for group in rewards for reward in group):
         rewards[0][0] = 1.0
-    # Which of its sampled tokens is the first of a rollout's second branch, and how many ids the two branches share then.
+    # Which of its sampled tokens is the first of a rollout's second branch, and how many ids the two branches share
+    # then.
     forks = st.none() | st.tuples(st.integers(1, 8), st.integers(0, 9))
     return {
         "forks": draw(st.lists(forks if trees else st.none(), min_size=count, max_size=count)),
@@ -79,11 +81,14 @@ def shapes(draw: st.DrawFn, sizes: tuple[int, ...] = (2, 4, 8), *, trees: bool =
         "rewards": rewards,
         "lengths": draw(st.lists(st.integers(1, 9), min_size=count, max_size=count)),
         # The token of each completion before which text is inserted.
-        "holes": draw(st.lists(st.just([]) | st.lists(st.integers(0, 9), max_size=4), min_size=count, max_size=count)),
+        "holes": draw(
+            st.lists(st.just([]) | st.lists(st.integers(0, 9), max_size=4), min_size=count, max_size=count)
+        ),
         "cut": draw(st.lists(st.booleans(), min_size=count, max_size=count)),
         "prompts": draw(st.lists(st.integers(1, 12), min_size=groups, max_size=groups)),
         "moved": draw(st.booleans()),
-        # Whether a pass before the first step has computed the log-probs; then tokens without a gradient need no other pass.
+        # Whether a pass before the first step has computed the log-probs; then tokens without a gradient need no
+        # other pass.
         "scored": draw(st.booleans()),
         "budget": draw(st.integers(1, 200)),
         "chunk": draw(st.integers(1, 40)),
@@ -152,8 +157,12 @@ def drawn_of(subject: Subject, shape: dict[str, Any], temperature: float) -> Dra
     return Drawn(known, shape["rewards"], shape["cut"], shape["moved"], shape.get("anew", False))
 
 
-def forked(sequence: TrainingSequence, fork: tuple[int, int] | None, other: tuple[int, ...]) -> TrainingSequence:
-    """The rollout as a tree of two branches, if it has a token for each. The second branch has the tokens from a place on.
+def forked(
+    sequence: TrainingSequence, fork: tuple[int, int] | None, other: tuple[int, ...]
+) -> TrainingSequence:
+    """The rollout as a tree of two branches, if it has a token for each.
+
+    The second branch has the tokens from a place on.
 
     Args:
         fork: that place among the sampled tokens, and the largest number of completion ids that both branches have.
@@ -170,7 +179,9 @@ def forked(sequence: TrainingSequence, fork: tuple[int, int] | None, other: tupl
         (f"{name}.1", [*prompt, *ids[: min(fork[1], cut)], *other], slice(cut, None)),
     )
     branches = tuple(
-        TrainingSequence(own, before, ids[part], (), sampled=None if all(mask[part]) else mask[part], rollout=name)
+        TrainingSequence(
+            own, before, ids[part], (), sampled=None if all(mask[part]) else mask[part], rollout=name
+        )
         for own, before, part in parts
     )
     return Tree(name, (), [ids[place] for place in places], (), branches=branches)
@@ -241,7 +252,11 @@ def gradients(*parts: torch.nn.Module) -> dict[str, torch.Tensor]:
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], subject: Subject) -> None:
     norms = {name: float(gradient.norm()) for name, gradient in expected.items()}
     differences = {name: float((found[name] - gradient).norm()) for name, gradient in expected.items()}
-    largest, whole, difference = max(norms.values()), math.hypot(*norms.values()), math.hypot(*differences.values())
+    largest, whole, difference = (
+        max(norms.values()),
+        math.hypot(*norms.values()),
+        math.hypot(*differences.values()),
+    )
     assert difference <= subject.relative * whole + 1e-9, (difference, whole)
     for name, norm in norms.items():
         allowed = subject.relative * norm + subject.floor * largest + 1e-9

@@ -1,4 +1,5 @@
-"""Completions that a small sampler draws with filters, and their scores by the book: whole logits in double precision, row by row.
+"""Completions that a small sampler draws with filters, and their scores by the book: whole logits in double
+precision, row by row.
 
 The sampler and the scores share one function, which applies vLLM's steps one after the other to one row of logits.
 """
@@ -47,7 +48,9 @@ def allowed_by(grammar: Grammar | None) -> Allowed:
 def processed(
     logits: torch.Tensor, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int], allowed: Allowed
 ) -> torch.Tensor:
-    """(V,) logits after all steps that depend on ids, divided by the temperature, with −inf for ids that cannot be sampled."""
+    """(V,) logits after all steps that depend on ids, divided by the temperature, with −inf for ids that cannot be
+    sampled.
+    """
     banned = ~allowed(sampled)
     if sampling.allowed_token_ids is not None:
         banned |= ~torch.isin(torch.arange(VOCABULARY), torch.tensor(sampling.allowed_token_ids))
@@ -66,7 +69,9 @@ def processed(
         for token in {*prompt, *sampled}:
             up = bool(moved[token] > 0)
             moved[token] = (
-                moved[token] / sampling.repetition_penalty if up else moved[token] * sampling.repetition_penalty
+                moved[token] / sampling.repetition_penalty
+                if up
+                else moved[token] * sampling.repetition_penalty
             )
     for token in set(sampled):
         count = list(sampled).count(token)
@@ -93,7 +98,11 @@ def kept_by(processed: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 @torch.no_grad()
 def draw(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], lengths: Sequence[int], sampling: Sampling, seed: int
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    sampling: Sampling,
+    seed: int,
 ) -> list[TrainingSequence]:
     """One completion per length for each prompt, sampled with the filters. A completion ends early at the end token."""
     generator, allowed, found = torch.Generator().manual_seed(seed), allowed_by(sampling.grammar), []
@@ -120,7 +129,8 @@ def by_the_book(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(N,) log-probs and entropies of all sampled tokens, with gradient. Each sequence is a forward of its own.
 
-    Inserted ids count like sampled ones. Settings for which this is wrong are refused for completions that have inserted ids.
+    Inserted ids count like sampled ones. Settings for which this is wrong are refused for completions that have
+    inserted ids.
     """
     logps, entropies, allowed = [], [], allowed_by(sampling.grammar)
     for s in sequences:

@@ -2,8 +2,8 @@
 
 Run with TRITON_INTERPRET=1, with which a CPU runs the same kernels as a GPU.
 
-Triton 3.9's interpreter does not accept Python floats where a kernel expects a scalar, and it cannot call the GPU's own `rsqrt`.
-This script adds both to it.
+Triton 3.9's interpreter does not accept Python floats where a kernel expects a scalar, and it cannot call the GPU's
+own `rsqrt`. This script adds both to it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def let_the_interpreter_run_them() -> None:
 
     def converted(argument: Any) -> Any:
         if isinstance(argument, float):
-            return tl.tensor(interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32), tl.float32)
+            return tl.tensor(
+                interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32), tl.float32
+            )
         return plain(argument)
 
     interpreter._implicit_cvt = converted

@@ -60,7 +60,9 @@ class Variant:
 
 
 def fit(variant: Variant, shape: dict[str, Any]) -> dict[str, Any]:
-    """Change the shape to one that the method accepts: pairs need one step per generation and micro-batches of whole pairs."""
+    """Change the shape to one that the method accepts: pairs need one step per generation and micro-batches of whole
+    pairs.
+    """
     if variant.method != "OnlineDPO":
         return shape
     micro = shape["micro"]
@@ -80,10 +82,18 @@ GRPO: dict[str, dict[str, Any]] = {
     },
     "bnpo, entropy": {"loss_type": "bnpo", "entropy_coef": 0.2, "mask_truncated_completions": True},
     "dapo, KL, entropy, quantile": {"beta": 0.1, "entropy_coef": 0.2, "top_entropy_quantile": 0.4},
-    "quantile, masked": {"top_entropy_quantile": 0.3, "mask_truncated_completions": True, "scale_rewards": "batch"},
+    "quantile, masked": {
+        "top_entropy_quantile": 0.3,
+        "mask_truncated_completions": True,
+        "scale_rewards": "batch",
+    },
     "dual clip": {"delta": 1.5, "epsilon_high": 0.4, "vllm_importance_sampling_mode": "sequence_mask"},
     "GSPO": {"importance_sampling_level": "sequence", "loss_type": "grpo", "beta": 0.2},
-    "LUSPO": {"importance_sampling_level": "sequence", "loss_type": "luspo", "mask_truncated_completions": True},
+    "LUSPO": {
+        "importance_sampling_level": "sequence",
+        "loss_type": "luspo",
+        "mask_truncated_completions": True,
+    },
     "CISPO": {"loss_type": "cispo", "epsilon_high": 1.3, "entropy_coef": 0.1},
     "SAPO": {"loss_type": "sapo", "beta": 0.1, "mask_truncated_completions": True},
     "VESPO": {"loss_type": "vespo", "off_policy_mask_threshold": 0.1, "mask_truncated_completions": True},

@@ -38,7 +38,9 @@ def lora() -> peft.LoraConfig:
     return peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
 
 
-def make(method: str, model: Any, folder: Path, engine: Engine, fields: dict[str, Any], **arguments: Any) -> Any:
+def make(
+    method: str, model: Any, folder: Path, engine: Engine, fields: dict[str, Any], **arguments: Any
+) -> Any:
     """A trainer of a method: `GRPO`, `RLOO`, `OnlineDPO`, `ReinforcePP` or `PPO`."""
     base: dict[str, Any] = {"max_steps": 6, "logging_steps": 1, "save_strategy": "no", "bf16": False}
     base |= {"disable_tqdm": True, "report_to": "none", "learning_rate": 1e-2}
@@ -57,7 +59,11 @@ class StopAfter(TrainerCallback):
 
 def parameters(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
     """Copies of a module's parameters, on the host."""
-    return {name: p.detach().clone().cpu() for name, p in module.named_parameters()} if module is not None else {}
+    return (
+        {name: p.detach().clone().cpu() for name, p in module.named_parameters()}
+        if module is not None
+        else {}
+    )
 
 
 def reference_of(run: OnlineTrainer) -> Any:
@@ -73,5 +79,7 @@ def logs(run: OnlineTrainer) -> list[dict[str, Any]]:
 def timeless(log: dict[str, Any]) -> dict[str, Any]:
     """The entries of a log that do not depend on the clock."""
     return {
-        name: value for name, value in log.items() if not name.startswith(("time/", "push/", "step_time", "checked/"))
+        name: value
+        for name, value in log.items()
+        if not name.startswith(("time/", "push/", "step_time", "checked/"))
     }

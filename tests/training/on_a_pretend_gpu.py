@@ -57,7 +57,9 @@ def several_gpus() -> dict[str, Any]:
         refused = str(error)
     return {
         "n_gpu": [one.n_gpu, server.n_gpu, on_cpu.n_gpu],
-        "sequences": [c.vllm_max_num_seqs for c in (config(use_vllm=True), config(use_vllm=True, vllm_max_num_seqs=7))],
+        "sequences": [
+            c.vllm_max_num_seqs for c in (config(use_vllm=True), config(use_vllm=True, vllm_max_num_seqs=7))
+        ],
         "batch": [one.train_batch_size, on_cpu.train_batch_size],
         "device": [str(one.device), str(server.device), str(on_cpu.device)],
         "line": line,
@@ -92,7 +94,9 @@ def determinism() -> dict[str, Any]:
 
 
 def reads_in_other_threads() -> dict[str, Any]:
-    """For each digest: how many tensors of the GPU another thread has read, and how many of them before they were written."""
+    """For each digest: how many tensors of the GPU another thread has read, and how many of them before they were
+    written.
+    """
     of_thread, reads, detach = threading.local(), [], torch.Tensor.detach
     here = threading.get_ident()
 

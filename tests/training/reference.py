@@ -1,4 +1,7 @@
-"""The plain reference: one padded row per completion, whole logits, no sharing, no packing. It is slow and easy to check."""
+"""The plain reference: one padded row per completion, whole logits, no sharing, no packing.
+
+It is slow and easy to check.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from lockstep.learn.sequence import TrainingSequence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tree(TrainingSequence):
-    """A rollout of several branches as the reference sees it: the sampled tokens of all branches, one branch after the other."""
+    """A rollout of several branches as the reference sees it: the sampled tokens of all branches, one branch after
+    the other.
+    """
 
     branches: tuple[TrainingSequence, ...] = ()
 
@@ -53,7 +58,9 @@ def padded_logps(
     return torch.stack(parts) + 0 * scored, mask
 
 
-def reference_loss(model: PreTrainedModel, sequences: list[TrainingSequence], config: GRPOConfig) -> torch.Tensor:
+def reference_loss(
+    model: PreTrainedModel, sequences: list[TrainingSequence], config: GRPOConfig
+) -> torch.Tensor:
     """GRPO's loss of a whole optimizer step, written as in the papers."""
     logps, mask = padded_logps(model, sequences, config.temperature)
     old = logps.detach().clone()
@@ -65,7 +72,9 @@ def reference_loss(model: PreTrainedModel, sequences: list[TrainingSequence], co
     advantages = torch.tensor([s.advantages[0] for s in sequences])[:, None]
     ratio = torch.exp(logps - old)
     assert config.epsilon_high is not None
-    per_token = -torch.min(ratio * advantages, ratio.clamp(1 - config.epsilon, 1 + config.epsilon_high) * advantages)
+    per_token = -torch.min(
+        ratio * advantages, ratio.clamp(1 - config.epsilon, 1 + config.epsilon_high) * advantages
+    )
     if config.vllm_importance_sampling_correction:
         per_token = per_token * torch.exp(old - behaviour).clamp(max=config.vllm_importance_sampling_clip_max)
     if config.loss_type == "grpo":

@@ -1,7 +1,8 @@
-"""A plain second version of every method: whole logits of padded rows, loops over groups and tokens, no `lockstep.algorithms`.
+"""A plain second version of every method: whole logits of padded rows, loops over groups and tokens, no
+`lockstep.algorithms`.
 
-The formulas are those of the papers, with TRL's constants if TRL has the method and OpenRLHF's otherwise. Each function takes a
-whole generation and returns the loss of one of its optimizer steps.
+The formulas are those of the papers, with TRL's constants if TRL has the method and OpenRLHF's otherwise. Each
+function takes a whole generation and returns the loss of one of its optimizer steps.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Padded:
 
 
 def padded(model: PreTrainedModel, sequences: Sequence[TrainingSequence], temperature: float) -> Padded:
-    """One row per branch, whole logits, of which those before sampled tokens count; then the tokens of each rollout as one row."""
+    """One row per branch, whole logits, of which those before sampled tokens count; then the tokens of each rollout
+    as one row.
+    """
     branches = [(i, branch) for i, s in enumerate(sequences) for branch in branches_of(s)]
     rows = [torch.from_numpy(np.concatenate([s.prompt_ids, s.completion_ids])) for _, s in branches]
     width, longest = max(map(len, rows)), max(len(sampled_places(s)) for s in sequences)
@@ -79,7 +82,9 @@ def padded(model: PreTrainedModel, sequences: Sequence[TrainingSequence], temper
     def stacked(values: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack([torch.cat([v, v.new_zeros(longest - len(v), *v.shape[1:])]) for v in values])
 
-    return Padded(stacked(logps), stacked(entropies), stacked([torch.ones_like(v) for v in logps]), stacked(states))
+    return Padded(
+        stacked(logps), stacked(entropies), stacked([torch.ones_like(v) for v in logps]), stacked(states)
+    )
 
 
 def table(sequences: Sequence[TrainingSequence], rows: Sequence[Sequence[float]]) -> torch.Tensor:
@@ -117,10 +122,14 @@ def correction(old: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor, c
         mean = (difference / mask.sum(1, keepdim=True)).exp()
         return ((mean >= low) & (mean <= high)).to(mask)
     ratio = difference.exp()
-    return ratio.clamp(low, high) if bound == "truncate" else torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+    return (
+        ratio.clamp(low, high)
+        if bound == "truncate"
+        else torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+    )
 
 
-# ---- advantages of completions -------------------------------------------------------------------------------------
+# ---- advantages of completions -----------------------------------------------------------------------------------
 
 
 def spread(values: Sequence[float]) -> float:
@@ -135,7 +144,9 @@ def without_variance(drawn: Drawn) -> list[bool]:
 def relative_to_group(rewards: list[list[float | None]], scale: str) -> list[float]:
     """GRPO's advantages."""
     every = [r for group in rewards for r in group if r is not None]
-    differences = [r - fmean([x for x in group if x is not None]) for group in rewards for r in group if r is not None]
+    differences = [
+        r - fmean([x for x in group if x is not None]) for group in rewards for r in group if r is not None
+    ]
     found = []
     for group in rewards:
         scored = [r for r in group if r is not None]
@@ -151,7 +162,9 @@ def second_score(reward: float | None) -> float | None:
 
 
 def by_function(drawn: Drawn, weights: Sequence[float]) -> list[float]:
-    """GDPO's advantages: scores are normalised per function and group and summed; the sums are normalised over the generation."""
+    """GDPO's advantages: scores are normalised per function and group and summed; the sums are normalised over the
+    generation.
+    """
     totals: list[float | None] = []
     for group in drawn.rewards:
         columns = [group, [second_score(r) for r in group]]
@@ -248,7 +261,7 @@ def ppo_targets(drawn: Drawn, config: Any) -> tuple[list[list[float]], list[list
     return whitened(advantages, counted(drawn, config)), returns
 
 
-# ---- losses of a step ----------------------------------------------------------------------------------------------
+# ---- losses of a step --------------------------------------------------------------------------------------------
 
 
 def clipped(ratio: torch.Tensor, advantages: torch.Tensor, config: Any) -> torch.Tensor:
@@ -258,7 +271,9 @@ def clipped(ratio: torch.Tensor, advantages: torch.Tensor, config: Any) -> torch
     return -torch.minimum(far * advantages, near * advantages)
 
 
-def grpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, coefficient: float | None = None) -> Any:
+def grpo(
+    model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, coefficient: float | None = None
+) -> Any:
     """GRPO and its relatives.
 
     Args:
@@ -320,7 +335,8 @@ def grpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, coeffic
     count = max(int(counts.sum()), 1)
     if config.average_by_prompt:
         means = [
-            (loss * mask)[prompt == p].sum() / mask[prompt == p].sum().clamp(min=1) for p in prompt[counts].unique()
+            (loss * mask)[prompt == p].sum() / mask[prompt == p].sum().clamp(min=1)
+            for p in prompt[counts].unique()
         ]
         total = sum(means) / max(len(means), 1) if means else (loss * 0).sum()
     elif config.loss_type in ("grpo", "sapo"):
@@ -338,7 +354,8 @@ def grpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, coeffic
 def rloo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any) -> torch.Tensor:
     """The clipped loss of whole completions, with its gradient written out.
 
-    The gradient of a completion's ratio is ratio × Σ weight × gradient of each log-prob. A clipped completion has no gradient.
+    The gradient of a completion's ratio is ratio × Σ weight × gradient of each log-prob. A clipped completion has no
+    gradient.
     """
     sequences = drawn.sequences[step]
     now = padded(model, sequences, config.temperature)
@@ -347,7 +364,9 @@ def rloo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any) -> torc
     weight = correction(old, column(sequences, "behaviour_logps"), now.mask, config)
     advantages = torch.tensor(leave_one_out(drawn, config)[step], dtype=torch.float64)
     ratio = ((now.logps.detach() - old) * now.mask).sum(1).exp()
-    outside = ((ratio > 1 + config.epsilon_high) & (advantages > 0)) | ((ratio < 1 - config.epsilon) & (advantages < 0))
+    outside = ((ratio > 1 + config.epsilon_high) & (advantages > 0)) | (
+        (ratio < 1 - config.epsilon) & (advantages < 0)
+    )
     pull = torch.where(outside, 0.0, ratio * advantages)
     sloped = -(pull * (weight * now.logps * mask).sum(1)).sum() / len(sequences)
     counted = mask.any(1).to(ratio)
@@ -392,7 +411,9 @@ def reinforce_pp(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any)
     return (loss * mask).sum() / mask.sum().clamp(min=1)
 
 
-def ppo(model: PreTrainedModel, critic: torch.nn.Linear, drawn: Drawn, step: slice, config: Any) -> torch.Tensor:
+def ppo(
+    model: PreTrainedModel, critic: torch.nn.Linear, drawn: Drawn, step: slice, config: Any
+) -> torch.Tensor:
     sequences = drawn.sequences[step]
     now = padded(model, sequences, config.temperature)
     old = old_of(drawn, step, now.logps)

@@ -1,6 +1,7 @@
 """One of several ranks that train a sharded model, or a single rank, started by `test_sharded_training.py`.
 
-python sharded.py RANK PORT KIND RANKS MODEL FOLDER WORK …      (RANKS 0: a single process without a group, and without shards)
+python sharded.py RANK PORT KIND RANKS MODEL FOLDER WORK …      (RANKS 0: a single process without a group, and
+without shards)
 
 KIND is fsdp or deepspeed.
 
@@ -118,12 +119,16 @@ def with_settings(name: str) -> Callable[[str, Path], Any]:
 
 
 def served(model: str, folder: Path) -> Any:
-    """With a real vLLM server: the steps of the sharded model and of the whole one; then everything at once, sharded."""
+    """With a real vLLM server: the steps of the sharded model and of the whole one; then everything at once,
+    sharded.
+    """
     from accounts import PROMPTS
     from two_ranks import on_server
 
     def run(kind: str, **fields: Any) -> Any:
-        return result(trainer("grpo-grpo", model, folder / f"served-{kind}", engine=None, **on_server(), **fields))
+        return result(
+            trainer("grpo-grpo", model, folder / f"served-{kind}", engine=None, **on_server(), **fields)
+        )
 
     everything: dict[str, Any] = {"top_k": 20, "max_staleness": 1, "num_iterations": 1, "max_steps": 4}
     everything |= {"evaluation": PROMPTS.select(range(5)), "eval_strategy": "steps", "eval_steps": 2}
@@ -191,7 +196,10 @@ def saved(model: str, folder: Path) -> dict[str, Any]:
     run = trainer("ppo", model, folder / f"saved-{RANKS}", **SINGLE, **fields)
     run.train()
     run.save_model(str(folder / f"export-{RANKS}"))
-    return {"weights": weights(run), "critic": {n: p.detach().clone() for n, p in run.critic.named_parameters()}}
+    return {
+        "weights": weights(run),
+        "critic": {n: p.detach().clone() for n, p in run.critic.named_parameters()},
+    }
 
 
 def resumed(model: str, folder: Path) -> dict[str, Any]:
@@ -246,7 +254,11 @@ def fails(where: str) -> Callable[[str, Path], Any]:
         from lockstep.watch.run import RunWatch
 
         passes.PASS_LIMIT = 5.0
-        places = {"before": (step, "learn"), "between": (RunWatch, "backward"), "inside": (step, "score_pack")}
+        places = {
+            "before": (step, "learn"),
+            "between": (RunWatch, "backward"),
+            "inside": (step, "score_pack"),
+        }
         owner, name = places[where]
         real = getattr(owner, name)
 

@@ -13,7 +13,8 @@ TWO = (
     "memory", "saved", "resumed", "refused", "stale", "fails:before", "fails:between", "fails:inside",
 )  # fmt: skip
 FOUR = ("grpo-grpo", "memory", "resumed")
-# With DeepSpeed, by number of ranks: a reference model, a value head, an adapter, and what depends on how weights are held.
+# With DeepSpeed, by number of ranks: a reference model, a value head, an adapter, and what depends on how weights are
+# held.
 ZERO = {
     2: (
         "grpo-grpo", "grpo-full", "ppo", *ADAPTED, "float32", "checkpointed", "uneven",

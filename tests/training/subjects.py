@@ -1,4 +1,6 @@
-"""The models that learn in the comparisons of `drawn.py`: small, with every kind of attention, in double and single precision."""
+"""The models that learn in the comparisons of `drawn.py`: small, with every kind of attention, in double and single
+precision.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class Subject:
     Attributes:
         model, critic: used by the fast path; only PPO uses the critic.
         exact_model, exact_critic: the same weights in double precision, used by the reference.
-        relative: tolerance of a loss and of a gradient's norm, relative; for each parameter and for all parameters together.
+        relative: tolerance of a loss and of a gradient's norm, relative; for each parameter and for all parameters
+            together.
         floor: tolerance of a parameter's gradient as a share of the largest gradient of the step.
         loss_floor: absolute tolerance of a loss, because the parts of a loss are larger than the loss.
     """
@@ -56,7 +59,10 @@ def make_critic() -> torch.nn.Linear:
 
 
 def adapted(kind: str, scale: float, **more: Any) -> Any:
-    """A model of which only an adapter is trained. The adapter is not zero, so the model without it gives other results."""
+    """A model of which only an adapter is trained.
+
+    The adapter is not zero, so the model without it gives other results.
+    """
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     model = peft.get_peft_model(make_model(kind, scale=scale, **more), config)
     with torch.no_grad():
@@ -91,11 +97,11 @@ def in_double(kind: str) -> Subject:
 def in_single(kind: str) -> Subject:
     """A model in the precision of a run, beside a reference in double precision.
 
-    Gradients below the floor would be zero without rounding. An example is the bias of a key: up to the rotary embedding it adds
-    the same value to all scores of a query, and softmax removes this value again. Parts of a loss may cancel in the same way. The
-    weights
-    have a more usual scale: with the weights of the other tests, the rounding of the logits alone changes a log-prob by 3e-5
-    nats, and the ratio of a whole completion by more.
+    Gradients below the floor would be zero without rounding. An example is the bias of a key: up to the rotary
+    embedding it adds the same value to all scores of a query, and softmax removes this value again. Parts of a loss
+    may cancel in the same way. The weights
+    have a more usual scale: with the weights of the other tests, the rounding of the logits alone changes a log-prob
+    by 3e-5 nats, and the ratio of a whole completion by more.
     """
     model, critic = (ARCHITECTURES | ROWS)[kind](0.1), make_critic()
     exact = copy.deepcopy(model).double()

@@ -1,7 +1,8 @@
-"""For every cut of a step into micro-batches, packs and chunks, the gradients of every method are those of the whole step.
+"""For every cut of a step into micro-batches, packs and chunks, the gradients of every method are those of the whole
+step.
 
-CI leaves out the losses that also are part of a case with a correction. Before a release all cases are run, also with other cuts,
-and each option of a case is shown to move its gradients: that test guards the cases, not the product.
+CI leaves out the losses that also are part of a case with a correction. Before a release all cases are run, also with
+other cuts, and each option of a case is shown to move its gradients: that test guards the cases, not the product.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from lockstep.contract.protocol import Engine
 from lockstep.models.quantised import is_quantised
 from lockstep.run.trainers.online import OnlineTrainer
 
-# How a step is cut: the size of its micro-batches, and the fields that cut these. In CI one cut parts micro-batches, groups, packs
-# and chunks at once.
+# How a step is cut: the size of its micro-batches, and the fields that cut these. In CI one cut parts micro-batches,
+# groups, packs and chunks at once.
 Cuts = list[tuple[int, dict[str, Any]]]
 TOGETHER: Cuts = [(2, {"token_budget": 24, "logits_chunk_size": 5})]
 APART: Cuts = [(4, {"token_budget": 48, "logits_chunk_size": 5}), (1, {})]
@@ -41,7 +42,10 @@ def engine(untied_dir: str) -> Engine:
 
 @pytest.fixture(autouse=True)
 def _double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Double precision, and no recomputation: it doubles the time of a small step. `test_two_ranks.py` has these cases with it."""
+    """Double precision, and no recomputation: it doubles the time of a small step.
+
+    `test_two_ranks.py` has these cases with it.
+    """
     monkeypatch.setattr(Qwen2RMSNorm, "forward", norm_in_double)
     with everything_kept():
         yield
@@ -65,7 +69,9 @@ def check_cuts(
             assert worst <= limit, (size, step)
 
 
-@pytest.mark.parametrize("cuts", [TOGETHER, pytest.param(APART, marks=pytest.mark.release)], ids=["together", "apart"])
+@pytest.mark.parametrize(
+    "cuts", [TOGETHER, pytest.param(APART, marks=pytest.mark.release)], ids=["together", "apart"]
+)
 @pytest.mark.parametrize("case", portion(CASES, lambda case: case not in IN_OTHERS))
 def test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved(
     untied_dir: str, tmp_path: Path, engine: Engine, whole: Whole, case: str, cuts: Cuts
@@ -75,7 +81,9 @@ def test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy
     assert all(torch.stack([g.norm() for g in step.values()]).norm() > 0 for step in steps)
     # The second step differs from the first one, so it is a separate check.
     assert difference(steps[0], steps[1]) > 1e-2
-    check_cuts(steps, cuts, lambda size, fields: make(case, untied_dir, tmp_path, engine=engine, size=size, **fields))
+    check_cuts(
+        steps, cuts, lambda size, fields: make(case, untied_dir, tmp_path, engine=engine, size=size, **fields)
+    )
 
 
 @pytest.mark.release
@@ -94,7 +102,9 @@ def test_on_quantised_weights_a_cut_adds_no_more_than_the_rounding_of_float32(
     def made(size: int, fields: dict[str, Any]) -> OnlineTrainer:
         # bitsandbytes does not quantise double precision. Here the difference is about 1e-5.
         init = {"dtype": torch.float32, "quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
-        return make("grpo-lora", untied_dir, tmp_path, engine=engine, size=size, model_init_kwargs=init, **fields)
+        return make(
+            "grpo-lora", untied_dir, tmp_path, engine=engine, size=size, model_init_kwargs=init, **fields
+        )
 
     run = made(STEP, {})
     assert any(is_quantised(p) for p in run.model.parameters())

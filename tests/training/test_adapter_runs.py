@@ -1,4 +1,6 @@
-"""GRPO that trains an adapter: it is proven like any other run, resumed exactly to the bit, and saved for plain PEFT."""
+"""GRPO that trains an adapter: it is proven like any other run, resumed exactly to the bit, and saved for plain
+PEFT.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,14 @@ EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 def lora(**fields: Any) -> peft.LoraConfig:
     return peft.LoraConfig(
-        **{"r": 4, "lora_alpha": 8, "target_modules": EVERY, "lora_dropout": 0.2, "task_type": "CAUSAL_LM", **fields}
+        **{
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": EVERY,
+            "lora_dropout": 0.2,
+            "task_type": "CAUSAL_LM",
+            **fields,
+        }
     )
 
 
@@ -36,9 +45,18 @@ def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def trainer(
-    model: Any, folder: Path, engine: Engine, peft_config: Any = None, quantization_config: Any = None, **fields: Any
+    model: Any,
+    folder: Path,
+    engine: Engine,
+    peft_config: Any = None,
+    quantization_config: Any = None,
+    **fields: Any,
 ) -> GRPOTrainer:
-    base: dict[str, Any] = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12}
+    base: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 12,
+    }
     base |= {"max_steps": 3, "logging_steps": 1, "save_strategy": "no", "bf16": False, "disable_tqdm": True}
     base |= {"learning_rate": 1e-2, "report_to": "none"}
     config = GRPOConfig(output_dir=str(folder), **{**base, **fields})
@@ -63,7 +81,9 @@ def pushed(run: GRPOTrainer) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in weights_of(run.model)}
 
 
-@pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])])
+@pytest.fixture(
+    scope="module", params=["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])]
+)
 def either(request: pytest.FixtureRequest, untied_dir: str) -> Any:
     made = start(request.param, untied_dir)
     yield made
@@ -87,7 +107,9 @@ def test_a_run_raises_no_gap_and_moves_the_adapter_alone(
     assert all(log["parity/max_abs_gap"] < 1e-3 for log in logs)
     # The policy now differs from the base model.
     base = dict(make_model().named_parameters())
-    assert all(not torch.equal(tensor, base[name]) for name, tensor in pushed(run).items() if "up_proj" in name)
+    assert all(
+        not torch.equal(tensor, base[name]) for name, tensor in pushed(run).items() if "up_proj" in name
+    )
     receipt = [json.loads(line) for line in (tmp_path / "receipt.jsonl").read_text().splitlines()]
     assert [entry["version"] for entry in receipt if entry["kind"] == "step"] == [0, 1, 2, 3]
     assert len({entry["digest"] for entry in receipt if entry["kind"] == "step"}) == 4
@@ -171,7 +193,9 @@ def test_a_checkpoint_holds_the_adapter_alone_and_plain_peft_loads_it(
     assert read_base(saved) == Base(base_digest(plain), "float32")
 
 
-def test_a_model_that_comes_with_its_adapter_is_trained_on(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_a_model_that_comes_with_its_adapter_is_trained_on(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     plain = AutoModelForCausalLM.from_pretrained(untied_dir, dtype=torch.float32)
     model = peft.get_peft_model(plain, lora(init_lora_weights=False))
     run = trainer(model, tmp_path, hf_engine)
@@ -186,7 +210,13 @@ def test_gradient_checkpointing_gives_the_adapter_the_same_step(
     settings = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
     plain, saving = (
         trainer(
-            untied_dir, tmp_path, hf_engine, lora(), max_steps=1, gradient_checkpointing=on, **(settings if on else {})
+            untied_dir,
+            tmp_path,
+            hf_engine,
+            lora(),
+            max_steps=1,
+            gradient_checkpointing=on,
+            **(settings if on else {}),
         )
         for on in (False, True)
     )
@@ -223,7 +253,8 @@ def test_configurations_that_cannot_be_trained_are_refused_before_an_engine_star
     assert is_adapted(frozen)
 
 
-# ---- on 4-bit base weights (QLoRA) ----------------------------------------------------------------------------------------
+# ---- on 4-bit base weights (QLoRA)
+# ----------------------------------------------------------------------------------------
 
 
 FOUR_BITS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
@@ -248,11 +279,20 @@ def test_a_quantised_run_raises_no_gap_and_moves_the_adapter_alone(
 
 
 @pytest.mark.release
-def test_a_quantised_run_goes_on_where_it_was_to_the_bit(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_a_quantised_run_goes_on_where_it_was_to_the_bit(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     whole = trainer(untied_dir, tmp_path / "whole", hf_engine, lora(), FOUR_BITS, max_steps=4)
     whole.train()
     cut = trainer(
-        untied_dir, tmp_path / "cut", hf_engine, lora(), FOUR_BITS, max_steps=4, save_strategy="steps", save_steps=2
+        untied_dir,
+        tmp_path / "cut",
+        hf_engine,
+        lora(),
+        FOUR_BITS,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=2,
     )
     cut.train()
     again = trainer(untied_dir, tmp_path / "cut", hf_engine, lora(), FOUR_BITS, max_steps=4)
@@ -271,7 +311,9 @@ def test_the_reference_of_a_quantised_run_is_the_quantised_model_without_the_ada
     assert kl[-1] > 1e-6
 
 
-def test_online_dpo_trains_on_quantised_weights_too(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_online_dpo_trains_on_quantised_weights_too(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     config = OnlineDPOConfig(
         output_dir=str(tmp_path),
         max_steps=2,
@@ -284,7 +326,12 @@ def test_online_dpo_trains_on_quantised_weights_too(untied_dir: str, tmp_path: P
         model_init_kwargs={"quantization_config": FOUR_BITS},
     )
     run = OnlineDPOTrainer(
-        untied_dir, reward_funcs=by_length, args=config, train_dataset=PROMPTS, peft_config=lora(), engine=hf_engine
+        untied_dir,
+        reward_funcs=by_length,
+        args=config,
+        train_dataset=PROMPTS,
+        peft_config=lora(),
+        engine=hf_engine,
     )
     before = weights(run)
     run.train()
@@ -294,17 +341,27 @@ def test_online_dpo_trains_on_quantised_weights_too(untied_dir: str, tmp_path: P
 def test_contradictions_about_quantisation_are_named_before_the_model_is_loaded(
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:
-    config = GRPOConfig(output_dir=str(tmp_path), bf16=False, model_init_kwargs={"quantization_config": FOUR_BITS})
+    config = GRPOConfig(
+        output_dir=str(tmp_path), bf16=False, model_init_kwargs={"quantization_config": FOUR_BITS}
+    )
     with pytest.raises(InputError, match="given twice"):
         GRPOTrainer(
-            untied_dir, by_length, config, PROMPTS, quantization_config=FOUR_BITS, peft_config=lora(), engine=hf_engine
+            untied_dir,
+            by_length,
+            config,
+            PROMPTS,
+            quantization_config=FOUR_BITS,
+            peft_config=lora(),
+            engine=hf_engine,
         )
     with pytest.raises(InputError, match="give a peft_config"):
         GRPOTrainer(untied_dir, by_length, config, PROMPTS, engine=hf_engine)
     described = GRPOConfig(
         output_dir=str(tmp_path), bf16=False, model_init_kwargs={"quantization_config": FOUR_BITS.to_dict()}
     )
-    with pytest.raises(InputError, match=r"is a mapping.* give the trainer quantization_config=BitsAndBytesConfig"):
+    with pytest.raises(
+        InputError, match=r"is a mapping.* give the trainer quantization_config=BitsAndBytesConfig"
+    ):
         GRPOTrainer(untied_dir, by_length, described, PROMPTS, peft_config=lora(), engine=hf_engine)
     plain = GRPOConfig(output_dir=str(tmp_path), bf16=False)
     model = AutoModelForCausalLM.from_pretrained(untied_dir)

@@ -87,7 +87,9 @@ def test_a_run_starts_vllm_with_room_for_its_adapter(untied_dir: str, tmp_path: 
         run.close()
 
 
-def test_what_cannot_be_sent_alone_is_refused_before_an_engine_starts(untied_dir: str, tmp_path: Path) -> None:
+def test_what_cannot_be_sent_alone_is_refused_before_an_engine_starts(
+    untied_dir: str, tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match="leave use_dora out"):
         trainer(untied_dir, tmp_path, None, lora(use_dora=True), use_vllm=True, **ALONE)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="use_vllm is false"):
@@ -112,7 +114,10 @@ def test_a_server_that_is_killed_gets_the_adapter_again_and_the_weights_are_the_
     ended = []
     with serve(untied_dir, tmp_path, "--enable_lora", "--max_lora_rank", "8") as server:
         for name in ("calm", "killed"):
-            fields: dict[str, Any] = {"vllm_server_base_url": server.url, "vllm_importance_sampling_correction": False}
+            fields: dict[str, Any] = {
+                "vllm_server_base_url": server.url,
+                "vllm_importance_sampling_correction": False,
+            }
             run = trainer(untied_dir, tmp_path / name, None, lora(), max_steps=4, **fields, **ALONE)  # type: ignore[arg-type]
             if name == "killed":
                 run.add_callback(RestartBefore(2, server.restart))
@@ -132,7 +137,11 @@ def test_generations_ahead_carry_the_version_of_their_adapter(
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     with serve(untied_dir, tmp_path, "--enable_lora", "--max_lora_rank", "8") as server:
-        fields: dict[str, Any] = {"vllm_server_base_url": server.url, "max_staleness": 2, "learning_rate": 1e-3}
+        fields: dict[str, Any] = {
+            "vllm_server_base_url": server.url,
+            "max_staleness": 2,
+            "learning_rate": 1e-3,
+        }
         run = trainer(untied_dir, tmp_path / "run", None, lora(), max_steps=6, **fields, **ALONE)  # type: ignore[arg-type]
         run.train()
         run.close()

@@ -1,4 +1,6 @@
-"""LoRA and QLoRA with every method: only the adapter changes, every token is proven, and a resumed run is exact to the bit."""
+"""LoRA and QLoRA with every method: only the adapter changes, every token is proven, and a resumed run is exact to
+the bit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from lockstep.models.quantised import is_quantised
 from lockstep.weights.push import weights_of
 
 # Methods that can have a reference have one: the model without the adapter.
-METHODS = {method: fields if method == "OnlineDPO" else {**fields, "beta": 0.1} for method, fields in FIELDS.items()}
+METHODS = {
+    method: fields if method == "OnlineDPO" else {**fields, "beta": 0.1} for method, fields in FIELDS.items()
+}
 BASES: dict[str, dict[str, Any]] = {
     "LoRA": {},
     "QLoRA": {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")},
@@ -29,7 +33,9 @@ def test_the_adapter_alone_moves_and_a_stopped_run_goes_on_to_the_bit(
 ) -> None:
     def run(folder: str, **fields: Any) -> Any:
         given = {**METHODS[method], "max_steps": 4, **fields}
-        return make(method, untied_dir, tmp_path / folder, hf_engine, given, peft_config=lora(), **BASES[base])
+        return make(
+            method, untied_dir, tmp_path / folder, hf_engine, given, peft_config=lora(), **BASES[base]
+        )
 
     whole = run("whole", save_strategy="steps", save_steps=2)
     assert any(is_quantised(p) for p in whole.model.parameters()) == (base == "QLoRA")

@@ -64,7 +64,9 @@ def logs(made: Any) -> list[dict[str, float]]:
 class TestLearning:
     @pytest.mark.release
     def test_an_unchanged_script_learns(self, untied_dir: str, tmp_path: Path) -> None:
-        made = trainer(untied_dir, tmp_path, two_turns, max_steps=12, per_device_train_batch_size=32, num_generations=8)
+        made = trainer(
+            untied_dir, tmp_path, two_turns, max_steps=12, per_device_train_batch_size=32, num_generations=8
+        )
         made.train()
         made.close()
         rewards = [entry["reward"] for entry in logs(made)]
@@ -79,11 +81,17 @@ class TestLearning:
     def test_branches_and_failures_pass_every_proof_on_vllm(self, untied_dir: str, tmp_path: Path) -> None:
         def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float | None:
             client, messages = CLIENT.with_options(base_url=base_url, api_key=api_key), list(row["prompt"])
-            first = client.chat.completions.create(model="policy", messages=messages, max_tokens=3).choices[0].message
+            first = (
+                client.chat.completions.create(model="policy", messages=messages, max_tokens=3)
+                .choices[0]
+                .message
+            )
             said = {"role": "assistant", "content": first.content}
             # The history is rewritten, then taken up again.
             for between in ({**said, "content": "something else"}, said):
-                client.chat.completions.create(model="policy", messages=[*messages, between, *messages], max_tokens=3)
+                client.chat.completions.create(
+                    model="policy", messages=[*messages, between, *messages], max_tokens=3
+                )
             if row["prompt"][0]["content"] == "what is 3 + 3":
                 raise RuntimeError("the page is gone")
             return float("a" in (first.content or ""))
@@ -108,7 +116,12 @@ class TestLearning:
             'curl -sf $OPENAI_BASE_URL/chat/completions -d "{\\"messages\\": $prompt, \\"max_tokens\\": 2}"'
         )
         made = trainer(
-            untied_dir, tmp_path, f"bash -c '{script}'", max_steps=1, per_device_train_batch_size=4, reward_funcs=length
+            untied_dir,
+            tmp_path,
+            f"bash -c '{script}'",
+            max_steps=1,
+            per_device_train_batch_size=4,
+            reward_funcs=length,
         )
         made.train()
         made.close()
@@ -156,10 +169,14 @@ class TestRefusals:
             made.train()
         made.close()
 
-    def test_the_gateway_ends_with_its_trainer(self, untied_dir: str, tmp_path: Path, monkeypatch: Any) -> None:
+    def test_the_gateway_ends_with_its_trainer(
+        self, untied_dir: str, tmp_path: Path, monkeypatch: Any
+    ) -> None:
         urls: list[str] = []
         monkeypatch.setattr(
-            Gateway, "open", lambda self, rollout, own=Gateway.open: urls.append(self.url) or own(self, rollout)
+            Gateway,
+            "open",
+            lambda self, rollout, own=Gateway.open: urls.append(self.url) or own(self, rollout),
         )
         made = trainer(untied_dir, tmp_path, two_turns, max_steps=1)
         made.train()
@@ -168,7 +185,9 @@ class TestRefusals:
             OpenAI(base_url=f"{urls[0]}/v1", api_key="x", max_retries=0).models.list()
 
 
-def test_the_command_writes_rollouts_with_their_ids_and_learns_nothing(untied_dir: str, tmp_path: Path) -> None:
+def test_the_command_writes_rollouts_with_their_ids_and_learns_nothing(
+    untied_dir: str, tmp_path: Path
+) -> None:
     (tmp_path / "agent.py").write_text(
         "from openai import OpenAI\n"
         "def solve(base_url, api_key, row):\n"
@@ -178,7 +197,9 @@ def test_the_command_writes_rollouts_with_their_ids_and_learns_nothing(untied_di
     )
     # A date of a file of JSON lines is no JSON value any more.
     days = [f"2026-11-2{i} 10:00:00" for i in range(3)]
-    ROWS.select(range(3)).add_column("least", [0, 1, 2]).add_column("day", days).to_json(tmp_path / "data.jsonl")
+    ROWS.select(range(3)).add_column("least", [0, 1, 2]).add_column("day", days).to_json(
+        tmp_path / "data.jsonl"
+    )
     words = {
         "model_name_or_path": untied_dir,
         "dataset_name": tmp_path / "data.jsonl",
@@ -195,7 +216,9 @@ def test_the_command_writes_rollouts_with_their_ids_and_learns_nothing(untied_di
     command = ["gateway", *(word for name, value in words.items() for word in (f"--{name}", str(value)))]
     assert main(command) == 0
     lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
-    assert [(line["row"]["least"], line["sample"]) for line in lines] == [(i, n) for i in range(3) for n in range(2)]
+    assert [(line["row"]["least"], line["sample"]) for line in lines] == [
+        (i, n) for i in range(3) for n in range(2)
+    ]
     tokenizer = tiny.make_tokenizer()
     for line in lines:
         (branch,) = line["branches"]

@@ -1,4 +1,6 @@
-"""Reward functions are asked again: wrong scores stop the run, and functions that cannot be compared are left out by name."""
+"""Reward functions are asked again: wrong scores stop the run, and functions that cannot be compared are left out by
+name.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def sampled() -> list[RolloutGroup]:
         RolloutGroup(
             row,
             tuple(
-                Rollout(Completion(RequestKey(name, s), (1, 2), (3, s), (-0.1, -0.2), (0, 0), "stop"), decode([3, s]))
+                Rollout(
+                    Completion(RequestKey(name, s), (1, 2), (3, s), (-0.1, -0.2), (0, 0), "stop"),
+                    decode([3, s]),
+                )
                 for s in range(3)
             ),
         )
@@ -44,7 +49,9 @@ def sampled() -> list[RolloutGroup]:
     ]
 
 
-def exact(prompts: list, completions: list, completion_ids: list, answer: list, **more: Any) -> list[float | None]:
+def exact(
+    prompts: list, completions: list, completion_ids: list, answer: list, **more: Any
+) -> list[float | None]:
     """Depends on everything that a function gets; one completion has no score."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     assert len(more["unit"]) == len(texts) == len(prompts)
@@ -105,14 +112,21 @@ def _rotated(groups: list[RolloutGroup]) -> list[RolloutGroup]:
     for g in groups:
         moved = [*g.rollouts[1:], g.rollouts[0]]
         found.append(
-            replace(g, rollouts=tuple(replace(r, scores=m.scores) for r, m in zip(g.rollouts, moved, strict=True)))
+            replace(
+                g, rollouts=tuple(replace(r, scores=m.scores) for r, m in zip(g.rollouts, moved, strict=True))
+            )
         )
     return found
 
 
 def _of_next_group(groups: list[RolloutGroup]) -> list[RolloutGroup]:
     return [
-        replace(g, rollouts=tuple(replace(r, scores=o.scores) for r, o in zip(g.rollouts, other.rollouts, strict=True)))
+        replace(
+            g,
+            rollouts=tuple(
+                replace(r, scores=o.scores) for r, o in zip(g.rollouts, other.rollouts, strict=True)
+            ),
+        )
         for g, other in zip(groups, [*groups[1:], groups[0]], strict=True)
     ]
 
@@ -122,7 +136,8 @@ def _none_as_zero(groups: list[RolloutGroup]) -> list[RolloutGroup]:
         replace(
             g,
             rollouts=tuple(
-                replace(r, scores={n: 0.0 if s is None else s for n, s in r.scores.items()}) for r in g.rollouts
+                replace(r, scores={n: 0.0 if s is None else s for n, s in r.scores.items()})
+                for r in g.rollouts
             ),
         )
         for g in groups
@@ -168,7 +183,9 @@ def test_a_function_that_cannot_be_compared_is_named_once(
 
 
 def test_global_random_numbers_are_those_of_a_run_without_it() -> None:
-    proof, scorer = asked([lambda completions, **more: [float(torch.rand(())) + random.random() for _ in completions]])
+    proof, scorer = asked(
+        [lambda completions, **more: [float(torch.rand(())) + random.random() for _ in completions]]
+    )
     groups = scored(scorer)
     before = random.getstate(), torch.get_rng_state()
     check(proof, groups)

@@ -1,4 +1,6 @@
-"""Rollouts with several branches, or without any sampled token, in a generation: counted once, weighed once, in one pack."""
+"""Rollouts with several branches, or without any sampled token, in a generation: counted once, weighed once, in one
+pack.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ METHODS = {name.partition(":")[0]: variant for name, variant in reversed(VARIANT
 
 def test_a_copy_with_other_values_is_the_one_that_the_constructor_makes() -> None:
     sequence = TrainingSequence("a#0", [1, 2], [3, 4, 5], [-1.0, -2.0, -3.0], kept=[True, False, True])
-    changes = {"advantages": [1, 2, 3], "weight": 0.5, "kept": None, "fresh": [True, True, False], "unit": "a"}
+    changes = {
+        "advantages": [1, 2, 3],
+        "weight": 0.5,
+        "kept": None,
+        "fresh": [True, True, False],
+        "unit": "a",
+    }
     found = sequence.but(**changes)
     assert found == replace(sequence, **changes)
     assert sequence.weight == 0.0
@@ -54,7 +62,9 @@ def groups(reward: float = 1.0, *, empty: bool = False) -> list[RolloutGroup]:
     for p in range(2):
         prompt = Prompt(f"p{p}", (4 + p, 9), "say it")
         rollouts = [
-            Rollout(completion(RequestKey(prompt.prompt_id, s), (4 + p, 9), (20 + s, 21, 22)), "t", {"f": r}, r)
+            Rollout(
+                completion(RequestKey(prompt.prompt_id, s), (4 + p, 9), (20 + s, 21, 22)), "t", {"f": r}, r
+            )
             for s, r in ((0, 0.0), (1, 1.0))
         ]
         if p == 0:
@@ -65,13 +75,21 @@ def groups(reward: float = 1.0, *, empty: bool = False) -> list[RolloutGroup]:
                 further=(completion(key._replace(call=2), (4, 9, 20, 77), (33, 34)),),
             )
         elif empty:
-            rollouts[0] = replace(rollouts[0], completion=completion(rollouts[0].key, (5, 9), ()), reward=reward)
+            rollouts[0] = replace(
+                rollouts[0], completion=completion(rollouts[0].key, (5, 9), ()), reward=reward
+            )
         found.append(RolloutGroup(prompt, tuple(rollouts)))
     return found
 
 
 def config(**fields: Any) -> GRPOConfig:
-    base = {"output_dir": "u", "report_to": [], "bf16": False, "num_generations": 2, "per_device_train_batch_size": 2}
+    base = {
+        "output_dir": "u",
+        "report_to": [],
+        "bf16": False,
+        "num_generations": 2,
+        "per_device_train_batch_size": 2,
+    }
     return GRPOConfig(**{**base, "gradient_accumulation_steps": 2, **fields})
 
 
@@ -102,10 +120,13 @@ def test_counts_cover_all_branches_and_no_inserted_token() -> None:
 
 
 def test_branches_share_the_tokens_up_to_where_they_part_and_stay_in_one_pack() -> None:
-    sequences = [s for batch in prepare_generation(groups(), GRPOObjective(config()), 3).micro_batches for s in batch]
+    sequences = [
+        s for batch in prepare_generation(groups(), GRPOObjective(config()), 3).micro_batches for s in batch
+    ]
     tree = sequences[1:3]
     (pack,) = pack_sequences(tree, 1000)
-    # Prompt 4 9, then 20, where one branch continues with 30 31 and the other with 77 33. The last ids need no position.
+    # Prompt 4 9, then 20, where one branch continues with 30 31 and the other with 77 33. The last ids need no
+    # position.
     assert sorted(pack.input_ids[0].tolist()) == [4, 9, 20, 30, 31, 33, 77]
     assert pack.sizes == [5]
     for packs in (pack_sequences(sequences, 5), pack_rows(sequences, 5)):
@@ -121,7 +142,9 @@ def test_what_was_sampled_in_one_branch_is_context_in_the_others() -> None:
 
 def scored(sequence: TrainingSequence) -> TrainingSequence:
     draw = np.random.default_rng(sequence.length)
-    columns = {name: draw.normal(size=sequence.length) for name in ("old_logps", "ref_logps", "values", "entropies")}
+    columns = {
+        name: draw.normal(size=sequence.length) for name in ("old_logps", "ref_logps", "values", "entropies")
+    }
     return replace(sequence, **columns)
 
 
@@ -144,7 +167,8 @@ def test_a_rollout_without_tokens_teaches_nothing_and_disturbs_no_other(method: 
         (batch,) = generation.micro_batches
         assert all(np.isfinite(s.advantages).all() and s.weight >= 0.0 for s in batch)
         made.append([s for s in batch if s.name.startswith("p0")])
-    # The reward of the rollout without tokens reaches no token of another prompt, also not of its neighbour in the flat order.
+    # The reward of the rollout without tokens reaches no token of another prompt, also not of its neighbour in the
+    # flat order.
     assert [s.advantages.tolist() for s in made[0]] == [s.advantages.tolist() for s in made[1]]
     if method == "OnlineDPO":
         # No pair is made with it.
@@ -170,7 +194,9 @@ def test_a_run_proves_every_token_of_every_branch(
 ) -> None:
     sizes = FIELDS[method] | {"per_device_train_batch_size": 8, "max_steps": 3}
     sizes |= {"max_new_tokens": 9} if method == "OnlineDPO" else {"max_completion_length": 9}
-    run = make(method, untied_dir, tmp_path, hf_engine, {**sizes, "rehearse_rewards": False}, reward_funcs=by_sum)
+    run = make(
+        method, untied_dir, tmp_path, hf_engine, {**sizes, "rehearse_rewards": False}, reward_funcs=by_sum
+    )
     run.source.program = program
     seen: list[Generation] = []
     begin = run.watch.beginning

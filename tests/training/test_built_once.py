@@ -1,4 +1,6 @@
-"""What libraries build from a config's mappings is built once before a model is loaded: a wrong value is one sentence."""
+"""What libraries build from a config's mappings is built once before a model is loaded: a wrong value is one
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ BY_STEP = [
 @pytest.mark.parametrize("fields", [*BY_METRIC, *BY_STEP], ids=str)
 def test_a_value_that_a_schedule_reads_only_later_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
     name = fields["lr_scheduler_type"]
-    with pytest.raises(InputError, match=f"lr_scheduler_type={name} with lr_scheduler_kwargs=.* cannot be used"):
+    with pytest.raises(
+        InputError, match=f"lr_scheduler_type={name} with lr_scheduler_kwargs=.* cannot be used"
+    ):
         config(tmp_path, **fields)
 
 
@@ -64,7 +68,10 @@ def test_a_value_that_a_schedule_reads_only_later_is_refused(tmp_path: Path, fie
         (schedule("constant_with_warmup", x=1), "constant_with_warmup takes no lr_scheduler_kwargs"),
         ({"model_init_kwargs": {"dtype": "float99"}}, "model_init_kwargs=.*no attribute 'float99'"),
         ({"model_init_kwargs": {"torch_dtype": "int64"}}, "model_init_kwargs=.*no fractions"),
-        ({"model_init_kwargs": {"dtype": 5, "token": "hf_abcdefghijklmnop"}}, "model_init_kwargs=.*5 is no dtype"),
+        (
+            {"model_init_kwargs": {"dtype": 5, "token": "hf_abcdefghijklmnop"}},
+            "model_init_kwargs=.*5 is no dtype",
+        ),
         ({"model_init_kwargs": {"attn_implementation": "foo"}}, "model_init_kwargs=.*not supported"),
         ({"gradient_checkpointing_kwargs": {"foo": 1}}, "gradient_checkpointing_kwargs=.*unexpected keyword"),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": "false"}}, "must be true or false"),
@@ -72,15 +79,27 @@ def test_a_value_that_a_schedule_reads_only_later_is_refused(tmp_path: Path, fie
             {"gradient_checkpointing_kwargs": {"determinism_check": "x"}},
             "gradient_checkpointing_kwargs=.*should be one of",
         ),
-        ({"gradient_checkpointing_kwargs": [1]}, r"gradient_checkpointing_kwargs=\[1\]; it must be a mapping"),
+        (
+            {"gradient_checkpointing_kwargs": [1]},
+            r"gradient_checkpointing_kwargs=\[1\]; it must be a mapping",
+        ),
         ({"accelerator_config": {"foo": 1}}, "accelerator_config=.*unexpected keyword argument 'foo'"),
         ({"accelerator_config": "gone.json"}, "accelerator_config=gone.json cannot be used"),
-        ({"vllm_engine_kwargs": {"trust_remote_code": True}}, "vllm_engine_kwargs may not set trust_remote_code"),
+        (
+            {"vllm_engine_kwargs": {"trust_remote_code": True}},
+            "vllm_engine_kwargs may not set trust_remote_code",
+        ),
         *(
             (
-                ({"vllm_engine_kwargs": {"gpu_memory_utilisation": 0.5}}, "did you mean 'gpu_memory_utilization'"),
+                (
+                    {"vllm_engine_kwargs": {"gpu_memory_utilisation": 0.5}},
+                    "did you mean 'gpu_memory_utilization'",
+                ),
                 ({"vllm_engine_kwargs": {1: 2}}, "vLLM has no argument '1'; its names are those of"),
-                ({"vllm_engine_kwargs": {"_api_process_rank": 2}}, "vLLM has no argument '_api_process_rank'"),
+                (
+                    {"vllm_engine_kwargs": {"_api_process_rank": 2}},
+                    "vLLM has no argument '_api_process_rank'",
+                ),
             )
             if vllm_installed()
             else ()
@@ -89,7 +108,9 @@ def test_a_value_that_a_schedule_reads_only_later_is_refused(tmp_path: Path, fie
     ],
     ids=str,
 )
-def test_what_a_library_cannot_build_is_one_sentence(tmp_path: Path, fields: dict[str, Any], says: str) -> None:
+def test_what_a_library_cannot_build_is_one_sentence(
+    tmp_path: Path, fields: dict[str, Any], says: str
+) -> None:
     with pytest.raises(InputError, match=says) as found:
         config(tmp_path, **fields)
     assert "hf_" not in str(found.value)
@@ -133,7 +154,9 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_model_is_loaded(
 
 
 @pytest.mark.parametrize(
-    "field", [{"r": 0}, {"lora_alpha": "x"}, {"lora_dropout": "x"}, {"lora_dropout": 2.0}, {"bias": "x"}], ids=str
+    "field",
+    [{"r": 0}, {"lora_alpha": "x"}, {"lora_dropout": "x"}, {"lora_dropout": 2.0}, {"bias": "x"}],
+    ids=str,
 )
 def test_an_adapter_that_cannot_be_made_is_refused_before_the_model_is_loaded(
     tmp_path: Path, field: dict[str, Any]
@@ -169,7 +192,11 @@ def test_what_vllm_cannot_use_is_one_sentence_before_the_model_is_loaded(tmp_pat
         assert says in said
         assert "\n" not in said
     # What could fit, fits here: the model's files are what is missing then.
-    for given in ({"max_num_batched_tokens": 256}, {"long_prefill_token_threshold": 200}, {"compilation_config": 0}):
+    for given in (
+        {"max_num_batched_tokens": 256},
+        {"long_prefill_token_threshold": 200},
+        {"compilation_config": 0},
+    ):
         assert "vllm_engine_kwargs" not in started(**given)
     assert not {"LOCAL_WORLD_SIZE", "LD_PRELOAD"} & (os.environ.keys() - before.keys())
 

@@ -83,7 +83,11 @@ def test_cutting_back_removes_what_came_after(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step}) for step in (0, 4, 5, 6, 7)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 8, "cut')
     cut_back(tmp_path, first)
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 4, 5]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        0,
+        4,
+        5,
+    ]
     assert not (tmp_path / UNFINISHED).exists()
     assert not later.exists()
     cut_back(tmp_path, None)
@@ -99,7 +103,9 @@ def test_a_failed_save_leaves_nothing_of_itself_and_names_the_last_good_one(tmp_
             unfinished(tmp_path, 10)
             raise OSError(28, "No space left on device")
 
-    with pytest.raises(LockstepError, match=r"checkpoint-10 could not be written.*last good one is .*checkpoint-5"):
+    with pytest.raises(
+        LockstepError, match=r"checkpoint-10 could not be written.*last good one is .*checkpoint-5"
+    ):
         fails_half_way()
     assert not (tmp_path / "checkpoint-10").exists()
     assert not list((tmp_path / UNFINISHED).rglob("*.*"))
@@ -115,7 +121,9 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "torch": lambda folder: torch.save({"state": torch.zeros(5000)}, folder / "optimizer.pt"),
     # OSError.
     "text": lambda folder: (folder / "vocab.txt").write_text("word\n" * 1000),
-    "arrow": lambda folder: pq.write_table(pa.table({"text": [f"{n:050}" for n in range(999)]}), folder / "x.parquet"),
+    "arrow": lambda folder: pq.write_table(
+        pa.table({"text": [f"{n:050}" for n in range(999)]}), folder / "x.parquet"
+    ),
 }
 
 
@@ -124,7 +132,9 @@ def test_whatever_a_library_raises_on_a_full_disk_is_one_line(name: str, tmp_pat
     checkpoint(tmp_path, 5)
     staging_place(tmp_path / "checkpoint-10").mkdir(parents=True)
     with (
-        pytest.raises(LockstepError, match=r"^checkpoint-10 could not be written \(.* GiB free in .*\): .*") as found,
+        pytest.raises(
+            LockstepError, match=r"^checkpoint-10 could not be written \(.* GiB free in .*\): .*"
+        ) as found,
         guarded_save(tmp_path, 10),
         full_disk(),
     ):
@@ -148,7 +158,9 @@ def test_an_interrupted_run_goes_on_only_with_the_same_settings(tmp_path: Path) 
     with pytest.raises(InputError, match=r"other settings \(seed was 1, is 2\)"):
         open_run(tmp_path / "run", {**given, "seed": 2})
     sizes = {**given, "per_device_train_batch_size": 4}
-    with pytest.raises(InputError, match="keep per_device_train_batch_size, and lower token_budget, which a run may"):
+    with pytest.raises(
+        InputError, match="keep per_device_train_batch_size, and lower token_budget, which a run may"
+    ):
         open_run(tmp_path / "run", sizes)
 
 
@@ -184,7 +196,9 @@ BOOKKEEPING = {
 
 
 def settings(**fields: Any) -> dict[str, Any]:
-    return curve_settings(GRPOConfig(**{"output_dir": "out", "bf16": False, "max_steps": 10, "seed": 1, **fields}))
+    return curve_settings(
+        GRPOConfig(**{"output_dir": "out", "bf16": False, "max_steps": 10, "seed": 1, **fields})
+    )
 
 
 @pytest.mark.parametrize("name", BOOKKEEPING)
@@ -347,7 +361,9 @@ def test_an_only_checkpoint_that_lost_its_state_is_not_deleted(tmp_path: Path, l
         if lost in (path.name, "every file"):
             path.unlink()
     before = files_of(run)
-    with pytest.raises(InputError, match=r"no checkpoint in .* in checkpoint-5\. Nothing was changed.* move them away"):
+    with pytest.raises(
+        InputError, match=r"no checkpoint in .* in checkpoint-5\. Nothing was changed.* move them away"
+    ):
         open_run(run, {})
     assert files_of(run) == before
     # The remedy that the message names.
@@ -462,7 +478,9 @@ def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
         real = Path.rename
 
         def rename(path: Path, target: Path) -> Path:
-            wanted = {str(made / name) for name in ("", "shards", "trainer_state.json", "shards/part-1.safetensors")}
+            wanted = {
+                str(made / name) for name in ("", "shards", "trainer_state.json", "shards/part-1.safetensors")
+            }
             assert {name.rstrip("/") for name in wanted} <= synced
             return real(path, target)
 
@@ -488,7 +506,12 @@ def test_a_log_that_only_the_report_needs_is_set_aside_when_it_is_broken(
     run = open_run(tmp_path / "run", {}).folder
     good = checkpoint(run, 5)
     path = run / name
-    lines = [b'{"step": 4, "loss": 0.5}\n', b'{"step": 5, "text": "abc"}\n', b'{"step": 5, "loss": 0.5}\n', b'{"step']
+    lines = [
+        b'{"step": 4, "loss": 0.5}\n',
+        b'{"step": 5, "text": "abc"}\n',
+        b'{"step": 5, "loss": 0.5}\n',
+        b'{"step',
+    ]
     if damage == "a folder":
         path.mkdir()
     else:
@@ -525,12 +548,19 @@ def test_the_settings_are_whole_at_every_moment(tmp_path: Path, monkeypatch: pyt
 def other(name: str) -> Any:
     default = getattr(GRPOConfig(output_dir="out", bf16=False), name)
     known = {
-        "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "logging_strategy": "epoch", "hub_strategy": "end",
+        "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "logging_strategy": "epoch",
+        "hub_strategy": "end",
         "load_best_model_at_end": True, "log_level": "debug", "log_level_replica": "debug", "report_to": "tensorboard",
     }  # fmt: skip
     if name in known:
         return known[name]
-    return not default if isinstance(default, bool) else default + 1 if isinstance(default, int | float) else None
+    return (
+        not default
+        if isinstance(default, bool)
+        else default + 1
+        if isinstance(default, int | float)
+        else None
+    )
 
 
 def test_no_field_that_may_change_changes_another_one() -> None:

@@ -30,20 +30,32 @@ def by_length(completion_ids: list[list[int]], log_extra: Any, **_: Any) -> list
 
 @pytest.fixture(scope="module")
 def engine(untied_dir: str) -> Engine:
-    return TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT)
+    return TransformersEngine(
+        untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT
+    )
 
 
 def run(model: str, folder: Path, engine: Engine, **fields: Any) -> GRPOTrainer:
-    base: dict[str, Any] = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6}
+    base: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 6,
+    }
     base |= {"max_steps": 2, "logging_steps": 2, "save_strategy": "no", "bf16": False, "disable_tqdm": True}
     base |= {"learning_rate": 1e-3, "report_to": "none"}
-    made = GRPOTrainer(model, by_length, GRPOConfig(str(folder), **{**base, **fields}), PROMPTS, engine=engine)
+    made = GRPOTrainer(
+        model, by_length, GRPOConfig(str(folder), **{**base, **fields}), PROMPTS, engine=engine
+    )
     made.train()
     return made
 
 
 def test_every_log_shows_the_last_generation(
-    untied_dir: str, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    untied_dir: str,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     made = run(untied_dir, tmp_path, engine, log_completions=True)
@@ -63,7 +75,11 @@ def test_every_log_shows_the_last_generation(
 
 
 def test_nothing_is_shown_unasked_and_one_row_a_prompt_where_asked(
-    untied_dir: str, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    untied_dir: str,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     run(untied_dir, tmp_path, engine)
@@ -77,7 +93,8 @@ def test_tensorboard_gets_all_rows_as_a_table(
 ) -> None:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     made = run(
-        untied_dir, tmp_path, engine, log_completions=True, num_completions_to_print=1, report_to="tensorboard", max_steps=1,
+        untied_dir, tmp_path, engine, log_completions=True, num_completions_to_print=1, report_to="tensorboard",
+        max_steps=1,
         logging_steps=1,
     )  # fmt: skip
     assert made.loop.generation is not None

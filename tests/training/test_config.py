@@ -70,7 +70,9 @@ def test_a_field_that_does_not_exist_is_refused() -> None:
         ({"num_iterations": 2, "save_steps": 10}, 1, 2, False),
     ],
 )
-def test_sizes_follow_trls_arithmetic(fields: dict[str, Any], prompts: int, micro_batches: int, single: bool) -> None:
+def test_sizes_follow_trls_arithmetic(
+    fields: dict[str, Any], prompts: int, micro_batches: int, single: bool
+) -> None:
     made = config(**fields)
     assert (made.prompts_per_generation, made.micro_batches_per_generation, made.single_update) == (
         prompts,

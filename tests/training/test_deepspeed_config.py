@@ -1,4 +1,6 @@
-"""A config that asks for DeepSpeed: who shards, what contradicts it, and that transformers and accelerate make nothing of it."""
+"""A config that asks for DeepSpeed: who shards, what contradicts it, and that transformers and accelerate make
+nothing of it.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_stages_1_and_2_change_no_result_and_a_line_says_that_they_save_no_memor
 
 
 def test_a_stage_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"zero_optimization\.stage=4 \(deepspeed\); it must be 0, 1, 2 or 3"):
+    with pytest.raises(
+        InputError, match=r"zero_optimization\.stage=4 \(deepspeed\); it must be 0, 1, 2 or 3"
+    ):
         config(tmp_path, deepspeed={"zero_optimization": {"stage": 4}})
 
 

@@ -28,7 +28,12 @@ def on_gpus() -> dict[str, Any]:
     if said := pretend_cuda.missing():
         pytest.skip(said)
     shown = subprocess.run(
-        [sys.executable, str(_PROGRAM)], capture_output=True, text=True, timeout=300, check=False, env=dict(os.environ)
+        [sys.executable, str(_PROGRAM)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=dict(os.environ),
     )
     assert shown.returncode == 0, shown.stderr[-3000:]
     return json.loads(shown.stdout.splitlines()[-1])
@@ -110,18 +115,26 @@ def test_cudnn_computes_no_attention_and_convolutions_round_as_products_do(round
 @needs_vllm
 def test_a_run_with_an_engine_over_two_gpus_starts_and_learns(untied_dir: str, tmp_path: Path) -> None:
     tests = Path(__file__).parent.parent
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"what is {i} + {i}"}) + "\n" for i in range(8)))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"what is {i} + {i}"}) + "\n" for i in range(8))
+    )
     (tmp_path / "rewards.py").write_text(
         "def ids(completion_ids, **_):\n    return [ids[0] % 3 for ids in completion_ids]\n"
     )
     fields = {
-        "model_name_or_path": untied_dir, "dataset_name": tmp_path / "data.jsonl", "reward_funcs": f"{tmp_path / 'rewards.py'}:ids",
-        "output_dir": tmp_path / "run", "bf16": False, "max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 2,
+        "model_name_or_path": untied_dir, "dataset_name": tmp_path / "data.jsonl",
+        "reward_funcs": f"{tmp_path / 'rewards.py'}:ids",
+        "output_dir": tmp_path / "run", "bf16": False, "max_steps": 2, "per_device_train_batch_size": 4,
+        "num_generations": 2,
         "max_completion_length": 6, "report_to": "none", "vllm_tensor_parallel_size": 2,
     }  # fmt: skip
-    program = "import torch; torch.cuda.device_count = lambda: 2; from lockstep.cli.main import main; raise SystemExit(main())"
+    program = (
+        "import torch; torch.cuda.device_count = lambda: 2; from lockstep.cli.main import main; raise "
+        "SystemExit(main())"
+    )
     places = [tests / "pretend_cuda" / "vllm" / "site", tests, os.environ.get("PYTHONPATH", "")]
-    # Workers are processes of their own, which see two GPUs too. How the engine's model is split does not depend on its runner.
+    # Workers are processes of their own, which see two GPUs too. How the engine's model is split does not depend on
+    # its runner.
     own = {
         "PRETEND_GIB": "1",
         "PRETEND_DEVICES": "2",
@@ -129,7 +142,8 @@ def test_a_run_with_an_engine_over_two_gpus_starts_and_learns(untied_dir: str, t
         "PYTHONPATH": ":".join(map(str, places)),
     }
     shown = subprocess.run(
-        [sys.executable, "-c", program, "grpo", *(word for name, value in fields.items() for word in (f"--{name}", str(value)))],
+        [sys.executable, "-c", program, "grpo", *(word for name, value in fields.items() for word in (f"--{name}",
+        str(value)))],
         capture_output=True, text=True, timeout=600, check=False, env={**os.environ, **own},
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr[-3000:]
@@ -158,7 +172,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_old_driver_is_an_error_with_the_drivers_words_and_no_run_on_the_cpu(machine: Path) -> None:
-    with pytest.raises(InputError, match=r"nvidia0, nvidia1\).*driver on your system is too old.*CUDA 13\.0") as error:
+    with pytest.raises(
+        InputError, match=r"nvidia0, nvidia1\).*driver on your system is too old.*CUDA 13\.0"
+    ) as error:
         GRPOConfig(output_dir="unused")
     assert "set use_cpu to true" in str(error.value)
     assert GRPOConfig(output_dir="unused", use_cpu=True).device == torch.device("cpu")

@@ -63,20 +63,26 @@ def test_a_second_script_is_refused_and_changes_nothing(
     fields = {**GROUPS, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     run = tmp_path / "run"
     make("GRPO", untied_dir, run, hf_engine, fields).train()
-    second = make("GRPO", untied_dir, run, hf_engine, {**fields, "max_steps": 2}, eval_dataset=PROMPTS.select(range(2)))
+    second = make(
+        "GRPO", untied_dir, run, hf_engine, {**fields, "max_steps": 2}, eval_dataset=PROMPTS.select(range(2))
+    )
     with another_process(run):
         before = contents(run)
         for resume in (None, True, str(run / "checkpoint-1")):
             with pytest.raises(InputError, match="another process is running in"):
                 second.train(resume_from_checkpoint=resume)
         assert second.evaluate()["eval_reward"] > 0
-        assert "the evaluation is not written to a file: another process is running" in capsys.readouterr().out
+        assert (
+            "the evaluation is not written to a file: another process is running" in capsys.readouterr().out
+        )
         with pytest.raises(InputError, match="no evaluation set"):
             second.evaluate("another")
         assert contents(run) == before
     # The trainer is made anew in one process, as in a notebook.
     for steps in (2, 3):
-        make("GRPO", untied_dir, run, hf_engine, {**fields, "max_steps": steps}).train(resume_from_checkpoint=True)
+        make("GRPO", untied_dir, run, hf_engine, {**fields, "max_steps": steps}).train(
+            resume_from_checkpoint=True
+        )
     assert json.loads((run / "end.json").read_text())["step"] == 3
 
 
@@ -112,7 +118,11 @@ def seen_by_another(folder: Path) -> str:
 def test_a_process_may_hold_a_directory_several_times_and_under_several_names(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    with locked(tmp_path / "run"), locked(tmp_path / "link", "trainer"), locked(tmp_path / "run" / ".." / "run"):
+    with (
+        locked(tmp_path / "run"),
+        locked(tmp_path / "link", "trainer"),
+        locked(tmp_path / "run" / ".." / "run"),
+    ):
         with pytest.raises(Occupied), locked(tmp_path / "run", "trainer"):
             pass
         assert seen_by_another(tmp_path / "run") == "held"

@@ -21,7 +21,9 @@ WIDTH, VOCABULARY = 5, 11
 
 
 def plain(p: torch.Tensor, token: int) -> list[float]:
-    """Variance of log p, mass of less likely ids, mass of ids that are at most as likely: by their definitions, id by id."""
+    """Variance of log p, mass of less likely ids, mass of ids that are at most as likely: by their definitions, id by
+    id.
+    """
     own, possible = float(p[token]), [float(value) for value in p if value > 0]
     mean = sum(q * np.log(q) for q in possible)
     variance = sum(q * (np.log(q) - mean) ** 2 for q in possible)
@@ -52,7 +54,14 @@ def check(
     seed=st.integers(0, 99),
 )
 def test_the_sums_are_those_of_whole_logits(
-    count: int, more: list[int], chunk: int, temperature: float, equal: bool, one_by_one: bool, some: bool, seed: int
+    count: int,
+    more: list[int],
+    chunk: int,
+    temperature: float,
+    equal: bool,
+    one_by_one: bool,
+    some: bool,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
     head = torch.nn.Linear(WIDTH, VOCABULARY).double()
@@ -67,7 +76,14 @@ def test_the_sums_are_those_of_whole_logits(
     sums = DrawSums(wanted)
     with patch.object(draw_sums, "LONG_ROW", 0 if one_by_one else 99):
         logps, entropies = token_logps(
-            head, hidden, rows, targets, temperature=temperature, chunk_size=chunk, entropy_gradient=True, draws=sums
+            head,
+            hidden,
+            rows,
+            targets,
+            temperature=temperature,
+            chunk_size=chunk,
+            entropy_gradient=True,
+            draws=sums,
         )
     check(sums, (head(hidden) / temperature).softmax(-1)[rows].detach(), targets, wanted)
     before = [sums.variances.clone(), sums.below.clone(), sums.upto.clone()]

@@ -1,4 +1,6 @@
-"""A run bets on every sampled token once, keeps its evidence through a resume, and stops where tokens are not fair draws."""
+"""A run bets on every sampled token once, keeps its evidence through a resume, and stops where tokens are not fair
+draws.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,13 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_sampled_token_is_bet_on_once(name: str, untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_every_sampled_token_is_bet_on_once(
+    name: str, untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     method, fields = RUNS[name]
-    make(method, untied_dir, tmp_path, hf_engine, {**fields, "max_steps": 2 * fields.get("num_iterations", 1)}).train()
+    make(
+        method, untied_dir, tmp_path, hf_engine, {**fields, "max_steps": 2 * fields.get("num_iterations", 1)}
+    ).train()
     lines = steps(tmp_path)
     assert [line["draws"]["generations"] for line in lines] == [1, 2]
     assert [line["draws"]["tokens"] for line in lines] == [line["sampled_tokens"] for line in lines]

@@ -1,4 +1,6 @@
-"""A run that stops before its last step is finished only if somebody has asked for that; whatever else stops it interrupts it."""
+"""A run that stops before its last step is finished only if somebody has asked for that; whatever else stops it
+interrupts it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from lockstep.run.files.checkpoints import last_checkpoint
 from lockstep.run.files.directory import RunPlace
 from lockstep.run.run import run_method
 
-FIELDS: dict[str, Any] = {**GROUPS, "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "report_to": "none"}
+FIELDS: dict[str, Any] = {
+    **GROUPS,
+    "max_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "report_to": "none",
+}
 
 
 @pytest.fixture
@@ -29,7 +37,9 @@ def run(untied_dir: str, hf_engine: Engine, tmp_path: Path) -> Iterator[Callable
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def made(reward: Callable[..., Any], **arguments: Any) -> Any:
-        config = lockstep.GRPOConfig(output_dir=str(tmp_path), bf16=False, logging_steps=1, disable_tqdm=True, **FIELDS)
+        config = lockstep.GRPOConfig(
+            output_dir=str(tmp_path), bf16=False, logging_steps=1, disable_tqdm=True, **FIELDS
+        )
         given = {"reward_funcs": reward, "train_dataset": PROMPTS, "engine": hf_engine, **arguments}
         return run_method(lockstep.GRPOTrainer, config, RunPlace(tmp_path, None), untied_dir, **given)
 
@@ -63,7 +73,12 @@ def test_a_training_that_nobody_has_asked_to_end_is_interrupted(
     ) as caught:
         run(reward)
     assert not isinstance(caught.value, Interrupted)
-    assert end(tmp_path) == {**end(tmp_path), "ended": "interrupted", "signal": "nobody has asked for it", "step": 2}
+    assert end(tmp_path) == {
+        **end(tmp_path),
+        "ended": "interrupted",
+        "signal": "nobody has asked for it",
+        "step": 2,
+    }
     assert "Interrupted (nobody has asked for it) after step 2" in (tmp_path / "report.html").read_text()
     assert not (tmp_path / "summary.json").exists()
 
@@ -114,7 +129,9 @@ def test_a_handler_that_something_has_replaced_is_put_back_and_a_signal_still_st
             signal.raise_signal(signal.SIGTERM)
         return by_length(completion_ids)
 
-    with pytest.raises(Interrupted, match="stopped after step 2; the same command goes on from checkpoint-2") as caught:
+    with pytest.raises(
+        Interrupted, match="stopped after step 2; the same command goes on from checkpoint-2"
+    ) as caught:
         run(reward)
     assert caught.value.exit_code == 143
     assert end(tmp_path) == {**end(tmp_path), "ended": "interrupted", "signal": "SIGTERM", "step": 2}
@@ -123,5 +140,7 @@ def test_a_handler_that_something_has_replaced_is_put_back_and_a_signal_still_st
 
 
 def test_a_field_whose_callback_replaces_our_handler_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"enable_jit_checkpoint=True is not supported.*as if it were finished"):
+    with pytest.raises(
+        InputError, match=r"enable_jit_checkpoint=True is not supported.*as if it were finished"
+    ):
         lockstep.GRPOConfig(output_dir=str(tmp_path), enable_jit_checkpoint=True)

@@ -1,4 +1,7 @@
-"""Which engine a machine gets, and with which settings. Machines that are not available here are simulated by patches."""
+"""Which engine a machine gets, and with which settings.
+
+Machines that are not available here are simulated by patches.
+"""
 
 from __future__ import annotations
 

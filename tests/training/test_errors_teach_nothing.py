@@ -35,14 +35,18 @@ def test_a_correction_is_not_applied_to_a_gap_that_is_a_defect(
     # The gap is well within the bounds of every correction, and a hundred times as large as the rounding of fp32.
     engine: Any = ShiftedEngine(hf_engine, lambda answer, place: 0.01)
     fields = {**METHODS[method], "vllm_importance_sampling_correction": corrected}
-    assert_nothing_learned(make(method, untied_dir, tmp_path, engine, fields), ProofError, "proof 'gap' failed")
+    assert_nothing_learned(
+        make(method, untied_dir, tmp_path, engine, fields), ProofError, "proof 'gap' failed"
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_scores_of_the_wrong_number_are_named_before_a_step(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, method: str
 ) -> None:
-    run = make(method, untied_dir, tmp_path, hf_engine, {**METHODS[method], **LATE}, reward_funcs=lambda **_: [1.0])
+    run = make(
+        method, untied_dir, tmp_path, hf_engine, {**METHODS[method], **LATE}, reward_funcs=lambda **_: [1.0]
+    )
     assert_nothing_learned(run, InputError, "returned 1 scores for 4 completions")
 
 
@@ -61,5 +65,7 @@ def test_a_judge_that_answers_something_else_is_named_before_a_step(
         def judge(self, prompts: list[str], completions: Any, shuffle_order: bool = True) -> list[Any]:
             return verdicts
 
-    run = make("OnlineDPO", untied_dir, tmp_path, hf_engine, {**PAIRS, **LATE}, reward_funcs=None, judge=Judge())
+    run = make(
+        "OnlineDPO", untied_dir, tmp_path, hf_engine, {**PAIRS, **LATE}, reward_funcs=None, judge=Judge()
+    )
     assert_nothing_learned(run, InputError, message)

@@ -40,7 +40,14 @@ def test_each_set_of_a_mapping_has_metrics_of_its_own_name(
     fields = {**FIELDS[method], **QUIET, "eval_strategy": "steps", "eval_steps": 2}
     sets = {"plus": PROMPTS.select(range(3)), "minus": OTHERS}
     run = make(
-        method, untied_dir, tmp_path, hf_engine, fields, reward_funcs=echoed, eval_dataset=sets, callbacks=[heard]
+        method,
+        untied_dir,
+        tmp_path,
+        hf_engine,
+        fields,
+        reward_funcs=echoed,
+        eval_dataset=sets,
+        callbacks=[heard],
     )
     run.train()
     named = [metrics for _, metrics in heard.evaluations]
@@ -54,8 +61,12 @@ def test_each_set_of_a_mapping_has_metrics_of_its_own_name(
     assert found["eval_minus_reward"] > 100
 
 
-def test_other_rows_are_evaluated_as_the_trainers_own(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
-    run = make("GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, **QUIET}, eval_dataset=PROMPTS.select(range(3)))
+def test_other_rows_are_evaluated_as_the_trainers_own(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    run = make(
+        "GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, **QUIET}, eval_dataset=PROMPTS.select(range(3))
+    )
     own = run.evaluate()
     # The same rows under the same name are the same requests, with the same seeds.
     assert run.evaluate(PROMPTS.select(range(3))) == own
@@ -64,7 +75,9 @@ def test_other_rows_are_evaluated_as_the_trainers_own(untied_dir: str, tmp_path:
     assert {name.split("_")[1] for name in run.evaluate({"a": OTHERS, "b": OTHERS})} == {"a", "b"}
 
 
-def test_one_of_several_sets_is_evaluated_by_its_name(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_one_of_several_sets_is_evaluated_by_its_name(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     sets = {"plus": PROMPTS.select(range(3)), "minus": OTHERS}
     run = make("GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, **QUIET}, eval_dataset=sets)
     assert run.evaluate("minus")["eval_problems"] == 2
@@ -72,7 +85,9 @@ def test_one_of_several_sets_is_evaluated_by_its_name(untied_dir: str, tmp_path:
         run.evaluate("times")
 
 
-def test_predictions_are_the_completions_of_each_row(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_predictions_are_the_completions_of_each_row(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     run = make("GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, **QUIET}, reward_funcs=echoed)
     found = run.predict(OTHERS)
     assert found.predictions.shape == (2, 2)
@@ -166,7 +181,9 @@ def test_a_stream_that_ends_early_is_used_again_and_one_without_max_steps_is_ref
         make("GRPO", untied_dir, tmp_path, hf_engine, GROUPS, train_dataset=stream(0))
 
 
-def test_the_trainer_shows_the_data_that_it_was_given(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_the_trainer_shows_the_data_that_it_was_given(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     for train, evaluation in (
         (PROMPTS, None),
         (stream(8), stream(3)),

@@ -1,4 +1,6 @@
-"""The events of a run come in one order, and a proof that fails at an event before the optimizer keeps every weight as it is."""
+"""The events of a run come in one order, and a proof that fails at an event before the optimizer keeps every weight
+as it is.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,12 @@ KINDS = [
 NOT_IN_THIS_RUN = [(SampledTokens, "check_aside"), (UpdateProof, "check_still")]
 CALLED = [
     *((watching, name) for name in vars(watching) if name.startswith("check_")),
-    *((k, name) for k in KINDS for name in vars(k) if name.startswith("check") and (k, name) not in NOT_IN_THIS_RUN),
+    *(
+        (k, name)
+        for k in KINDS
+        for name in vars(k)
+        if name.startswith("check") and (k, name) not in NOT_IN_THIS_RUN
+    ),
     (ModelGradient, "begin"),
     (ModelGradient, "finish"),
     *((UpdateProof, name) for name in ("begin_step", "gradients", "clipped", "before", "after")),
@@ -106,8 +113,23 @@ def test_every_proof_of_the_watch_is_made_at_its_event(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With this seed a part of the first step's gradient is compared.
-    fields = {**FIELDS, "gradient_accumulation_steps": 1, "num_iterations": 2, "max_steps": 2, "top_p": 0.9, "seed": 10}
-    run = make("GRPO", untied_dir, tmp_path, hf_engine, fields, eval_dataset=PROMPTS, ref_model=load_policy(untied_dir))
+    fields = {
+        **FIELDS,
+        "gradient_accumulation_steps": 1,
+        "num_iterations": 2,
+        "max_steps": 2,
+        "top_p": 0.9,
+        "seed": 10,
+    }
+    run = make(
+        "GRPO",
+        untied_dir,
+        tmp_path,
+        hf_engine,
+        fields,
+        eval_dataset=PROMPTS,
+        ref_model=load_policy(untied_dir),
+    )
     calls: Counter[str] = Counter()
 
     def counting(name: str, real: Any) -> Any:
@@ -121,7 +143,9 @@ def test_every_proof_of_the_watch_is_made_at_its_event(
         monkeypatch.setattr(owner, name, counting(f"{owner.__name__}.{name}", getattr(owner, name)))
     run.train()
     run.evaluate()
-    assert [f"{owner.__name__}.{name}" for owner, name in CALLED if not calls[f"{owner.__name__}.{name}"]] == []
+    assert [
+        f"{owner.__name__}.{name}" for owner, name in CALLED if not calls[f"{owner.__name__}.{name}"]
+    ] == []
     # One micro-batch a step; the policy has moved before the second one.
     assert (calls["LossGradient.check"], calls["PlainForward.check"]) == (2, 1)
 

@@ -1,6 +1,8 @@
-"""Every file is written by `src/lockstep/files.py`, or its place stands in this table with the reason why it need not be.
+"""Every file is written by `src/lockstep/files.py`, or its place stands in this table with the reason why it need not
+be.
 
-The functions there replace a file in one step, so that a kill or a full disk leaves the whole old content or the whole new one.
+The functions there replace a file in one step, so that a kill or a full disk leaves the whole old content or the
+whole new one.
 """
 
 from __future__ import annotations
@@ -14,7 +16,17 @@ import pytest
 import lockstep
 
 SOURCE = Path(lockstep.__file__).parent
-WRITES = {"write_text", "write_bytes", "save_file", "copyfile", "copy2", "copytree", "fdopen", "write_table", "touch"}
+WRITES = {
+    "write_text",
+    "write_bytes",
+    "save_file",
+    "copyfile",
+    "copy2",
+    "copytree",
+    "fdopen",
+    "write_table",
+    "touch",
+}
 # Of these objects only. Others have methods of the same name that write no file.
 OWNED = {"save": {"torch"}, "copy": {"shutil"}, "dump": {"json", "pickle"}, "move": {"shutil"}}
 OPENS = {"open", "NamedTemporaryFile"}

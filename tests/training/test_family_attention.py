@@ -1,4 +1,6 @@
-"""Families whose attention takes no tree learn from plain rows, with the scores and gradients of the model's own forward."""
+"""Families whose attention takes no tree learn from plain rows, with the scores and gradients of the model's own
+forward.
+"""
 
 from __future__ import annotations
 
@@ -57,11 +59,17 @@ def test_a_head_of_its_own_in_the_files_of_a_tied_model_is_refused_with_vllm(tmp
     embedding = weights["model.embed_tokens.weight"]
     # A second copy of the embedding is the same model.
     save_file(
-        {**weights, "lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors", metadata={"format": "pt"}
+        {**weights, "lm_head.weight": embedding.clone()},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
     )
     same = load_policy(str(tmp_path))
     assert same.lm_head.weight is same.model.embed_tokens.weight
-    save_file({**weights, "lm_head.weight": embedding * 2}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {**weights, "lm_head.weight": embedding * 2},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     engine = SimpleNamespace(settings=lambda: SimpleNamespace(engine="vllm"))
     with pytest.raises(InputError, match="tie_word_embeddings to false"):
         shake_hands(engine, load_policy(str(tmp_path)), "unused", torch.float32, 32)  # type: ignore[arg-type]

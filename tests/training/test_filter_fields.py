@@ -31,7 +31,10 @@ def test_by_default_nothing_changes_the_distribution() -> None:
     ("given", "wanted"),
     [
         ({"top_p": 0.9, "top_k": 50, "min_p": 0.05}, {"top_p": 0.9, "top_k": 50, "min_p": 0.05}),
-        ({"generation_kwargs": {"top_k": 50, "presence_penalty": 0.5}}, {"top_k": 50, "presence_penalty": 0.5}),
+        (
+            {"generation_kwargs": {"top_k": 50, "presence_penalty": 0.5}},
+            {"top_k": 50, "presence_penalty": 0.5},
+        ),
         ({"top_k": 50, "generation_kwargs": '{"top_k": 50}'}, {"top_k": 50}),
         ({"generation_kwargs": {"do_sample": True, "num_beams": 1, "top_k": 50}}, {"top_k": 50}),
         ({"top_k": 40, "generation_kwargs": {"do_sample": False}}, {"top_k": 1}),

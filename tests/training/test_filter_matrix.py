@@ -1,8 +1,10 @@
-"""Every filter, alone and in drawn combinations, on every engine, in fp32 and in bf16, in rollouts of one turn and of several.
+"""Every filter, alone and in drawn combinations, on every engine, in fp32 and in bf16, in rollouts of one turn and of
+several.
 
-The engine samples, and the trainer scores what it sampled. The gap and the sets pass the proofs of a run without filters. The
-gradient is that of whole logits to which the filters are applied by the book. Runs with `max_staleness` are in
-`tests/server/test_filters_ahead.py`, and runs with several optimizer steps per generation are in `test_filters_on_vllm.py` too.
+The engine samples, and the trainer scores what it sampled. The gap and the sets pass the proofs of a run without
+filters. The gradient is that of whole logits to which the filters are applied by the book. Runs with `max_staleness`
+are in `tests/server/test_filters_ahead.py`, and runs with several optimizer steps per generation are in
+`test_filters_on_vllm.py` too.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ def drawn(among: dict[str, dict[str, Any]], seed: int) -> dict[str, dict[str, An
     rng, found = random.Random(seed), {}
     while len(found) < 4:
         names = rng.sample(sorted(among), 4)
-        fields = [field for name in names for field in among[name] if field in ("grammar", "allowed_token_ids")]
+        fields = [
+            field for name in names for field in among[name] if field in ("grammar", "allowed_token_ids")
+        ]
         if len(fields) > 1:
             # A completion follows one grammar, and a grammar and given ids together may leave nothing to sample.
             continue
@@ -129,14 +133,21 @@ def opened(engine: str, dtype: torch.dtype, model_dir: str, folder: Path) -> Ite
 
 
 @pytest.fixture(scope="module")
-def stack_of(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Stack]]:
-    """Gives the stack of an engine and a dtype. The cases are in the order of stacks, so each is opened once and then closed."""
+def stack_of(
+    untied_dir: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str, str], Stack]]:
+    """Gives the stack of an engine and a dtype.
+
+    The cases are in the order of stacks, so each is opened once and then closed.
+    """
     with ExitStack() as closing:
 
         @functools.lru_cache(maxsize=1)
         def stack(engine: str, dtype: str) -> Stack:
             closing.close()
-            return closing.enter_context(opened(engine, DTYPES[dtype], untied_dir, tmp_path_factory.mktemp("server")))
+            return closing.enter_context(
+                opened(engine, DTYPES[dtype], untied_dir, tmp_path_factory.mktemp("server"))
+            )
 
         yield stack
 
@@ -155,8 +166,8 @@ async def three_turns(conversation: Conversation) -> None:
 def matrix() -> list[Any]:
     """Every filter with every engine and dtype. `make test-release` runs all of them.
 
-    CI runs every filter with every engine in process in turn, in fp32. In bf16 and on a server, where the same code filters, it
-    runs a fourth and an eighth.
+    CI runs every filter with every engine in process in turn, in fp32. In bf16 and on a server, where the same code
+    filters, it runs a fourth and an eighth.
     """
     cases = []
     for (row, engine), (column, dtype) in product(enumerate(ENGINES), enumerate(DTYPES)):
@@ -165,7 +176,9 @@ def matrix() -> list[Any]:
                 rare = 8 if engine == "server" else 4 if dtype == "bf16" else 2
                 marks = [*ENGINES[engine], *([pytest.mark.release] if (row + column + number) % rare else [])]
                 cases.append(
-                    pytest.param(engine, dtype, turns, name, marks=marks, id=f"{engine}-{dtype}-{turns} turns-{name}")
+                    pytest.param(
+                        engine, dtype, turns, name, marks=marks, id=f"{engine}-{dtype}-{turns} turns-{name}"
+                    )
                 )
     return cases
 
@@ -210,7 +223,9 @@ def check(stack: Stack, sampling: Sampling, program: Any) -> list[TrainingSequen
     with stack.autocast():
         for pack in packs:
             with hidden_states(stack.model) as seen:
-                scores = score_pack(stack.model, pack, sampling.temperature, 16, entropy_gradient=True, rules=rules)
+                scores = score_pack(
+                    stack.model, pack, sampling.temperature, 16, entropy_gradient=True, rules=rules
+                )
             rows.add(pack, scores.logps.detach(), seen[-1], before_steps=True)
             found.append(scores)
         sets = rows.check_with(stack.model, fp32_head=False, single=stack.dtype == torch.float32)
@@ -228,7 +243,9 @@ def check(stack: Stack, sampling: Sampling, program: Any) -> list[TrainingSequen
     return sequences
 
 
-def gradient(model: PreTrainedModel, logps: torch.Tensor, entropies: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+def gradient(
+    model: PreTrainedModel, logps: torch.Tensor, entropies: torch.Tensor, of: torch.Tensor
+) -> torch.Tensor:
     """All gradients of a weighted sum, in one row."""
     loss = (logps * of).sum() + (entropies * of.flip(0)).sum()
     parts = torch.autograd.grad(loss, list(model.parameters()))

@@ -1,4 +1,6 @@
-"""Log-probs, entropies and gradients under every filter are those of whole logits to which the filters are applied by the book."""
+"""Log-probs, entropies and gradients under every filter are those of whole logits to which the filters are applied by
+the book.
+"""
 
 from __future__ import annotations
 
@@ -78,18 +80,24 @@ def scores_of(
     return torch.cat(logps), torch.cat(entropies)
 
 
-def check(model: PreTrainedModel, sampling: Sampling, rows: bool, chunk: int, seed: int, ragged: bool = False) -> None:
+def check(
+    model: PreTrainedModel, sampling: Sampling, rows: bool, chunk: int, seed: int, ragged: bool = False
+) -> None:
     sequences = draw(model, PROMPTS, (6, 3, 6), sampling, seed)
     if ragged:
         sequences = [_smaller(s, seed) for s in sequences]
-    of_logps = torch.randn(sum(s.length for s in sequences), generator=torch.Generator().manual_seed(seed)).double()
+    of_logps = torch.randn(
+        sum(s.length for s in sequences), generator=torch.Generator().manual_seed(seed)
+    ).double()
     results = []
     for logps, entropies in (
         scores_of(model, sequences, sampling, rows, chunk),
         by_the_book(model, sequences, sampling),
     ):
         loss = (logps * of_logps).sum() + (entropies * of_logps.flip(0)).sum()
-        results.append([logps.detach(), entropies.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
+        results.append(
+            [logps.detach(), entropies.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+        )
     for found, expected in zip(*results, strict=True):
         # The model's norms compute in float32, whatever its dtype is.
         assert torch.isfinite(found).all()
@@ -97,7 +105,9 @@ def check(model: PreTrainedModel, sampling: Sampling, rows: bool, chunk: int, se
 
 
 def _smaller(sequence: TrainingSequence, seed: int) -> TrainingSequence:
-    """The sequence with sets from which ids at random are missing, so that tokens that share a row have different sets."""
+    """The sequence with sets from which ids at random are missing, so that tokens that share a row have different
+    sets.
+    """
     kept, token = sequence.kept_ids, sequence.sampled_ids
     if kept is None:
         return sequence
@@ -116,15 +126,21 @@ def test_each_filter_alone_gives_the_scores_and_gradients_of_the_book(
 
 
 @pytest.mark.parametrize("base", ["whole rows", "kept ids"])
-def test_filters_together_give_the_scores_and_gradients_of_the_book(model: PreTrainedModel, base: str) -> None:
-    def together(names: set[str], temperature: float, rows: bool, chunk: int, seed: int, ragged: bool) -> None:
+def test_filters_together_give_the_scores_and_gradients_of_the_book(
+    model: PreTrainedModel, base: str
+) -> None:
+    def together(
+        names: set[str], temperature: float, rows: bool, chunk: int, seed: int, ragged: bool
+    ) -> None:
         fields: dict[str, Any] = {}
         for name in sorted(names):
             fields |= ALONE[name]
         check(model, Sampling(8, temperature=temperature, **fields), rows, chunk, seed, ragged)
 
     filters = {"top_k", "top_p", "min_p"}
-    of_ids = st.sets(st.sampled_from(sorted({*ALONE} - filters - {"allowed_token_ids", "bad_words"})), max_size=4)
+    of_ids = st.sets(
+        st.sampled_from(sorted({*ALONE} - filters - {"allowed_token_ids", "bad_words"})), max_size=4
+    )
     of_logits = st.sets(st.sampled_from(sorted(filters)), min_size=1)
     both = st.tuples(of_ids, of_logits).map(lambda x: x[0] | x[1])
     hold(
@@ -172,12 +188,16 @@ def test_the_support_of_each_token_is_counted(model: PreTrainedModel, name: str)
         assert found.support.tolist() == [int(allowed(own[:t]).sum()) for own in ids for t in range(len(own))]
 
 
-def test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filters(model: PreTrainedModel) -> None:
+def test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filters(
+    model: PreTrainedModel,
+) -> None:
     sampling = Sampling(8, temperature=0.8, top_k=5, repetition_penalty=1.3)
     sequences = draw(model, PROMPTS[:1], (4,), sampling, 2)
     (pack,) = pack_sequences(sequences, 100)
     rules = rules_of(sampling)
-    rows = DrawnRows(None, KeptSetProof(rules.distribution, tolerance(torch.float32, torch.float32)), OWN_DTYPE)
+    rows = DrawnRows(
+        None, KeptSetProof(rules.distribution, tolerance(torch.float32, torch.float32)), OWN_DTYPE
+    )
     with hidden_states(model) as seen:
         scores = score_pack(model, pack, 0.8, 4, rules=rules)
     rows.add(pack, scores.logps.detach(), seen[-1], before_steps=False)
@@ -185,7 +205,9 @@ def test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filte
     (s,), expected = sequences, []
     logits = model(input_ids=torch.tensor([[*PROMPTS[0], *s.completion_ids.tolist()]])).logits[0, 3:].detach()
     for t in range(s.length):
-        scores = processed(logits[t].double(), sampling, PROMPTS[0], s.completion_ids.tolist()[:t], allowed_by(None))
+        scores = processed(
+            logits[t].double(), sampling, PROMPTS[0], s.completion_ids.tolist()[:t], allowed_by(None)
+        )
         expected.append(scores.softmax(-1)[torch.tensor(s.kept_ids.part(t, t + 1).ids.tolist())].sum())  # type: ignore[union-attr]
     assert (found.measured, found.tokens) == (s.length, 0)
     assert found.mass == pytest.approx(float(torch.stack(expected).sum()), rel=1e-5)
@@ -226,9 +248,13 @@ def test_the_grammar_of_another_request_is_refused(model: PreTrainedModel) -> No
 
 
 def test_the_repetition_penalty_counts_inserted_ids_like_the_prompt(model: PreTrainedModel) -> None:
-    """The tokens of the second turn get the log-probs that they have after a prompt that holds everything before them."""
+    """The tokens of the second turn get the log-probs that they have after a prompt that holds everything before
+    them.
+    """
     # The ids before a token are a good part of all ids.
-    sampling = Sampling(8, repetition_penalty=1.6, top_k=20, allowed_token_ids=(5, 9, *range(40, 62)), temperature=2.0)
+    sampling = Sampling(
+        8, repetition_penalty=1.6, top_k=20, allowed_token_ids=(5, 9, *range(40, 62)), temperature=2.0
+    )
     (whole,) = draw(model, PROMPTS[:1], (6,), sampling, 2)
     assert whole.kept_ids is not None
     turns = np.array([True, True, False, False, True, True])
@@ -271,7 +297,9 @@ def test_the_definition_counts_inserted_ids_like_the_prompt(model: PreTrainedMod
 def test_rules_that_count_sampled_tokens_refuse_inserted_ones(model: PreTrainedModel, name: str) -> None:
     sampling = Sampling(8, **ALONE[name])
     (sequence,) = draw(model, PROMPTS[:1], (4,), Sampling(8), 2)
-    marked = replace(sequence, sampled=[True, False, True, True], behaviour_logps=sequence.behaviour_logps[:3])
+    marked = replace(
+        sequence, sampled=[True, False, True, True], behaviour_logps=sequence.behaviour_logps[:3]
+    )
     (pack,) = pack_sequences([marked], 100)
     if name == "logit_bias":
         assert score_pack(model, pack, 1.0, 4, rules=rules_of(sampling)).logps.isfinite().all()

@@ -1,4 +1,6 @@
-"""Runs with filters and real vLLM: the gap stays within the limits of a run without filters, and the proofs find wrong filters."""
+"""Runs with filters and real vLLM: the gap stays within the limits of a run without filters, and the proofs find
+wrong filters.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,22 @@ FILTERS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     "regex": {"vllm_structured_outputs_regex": "[a-z]{3,6}( [0-9]{2})*"},
     "json": {
-        "structured_outputs_json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+        "structured_outputs_json": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "required": ["a"],
+        }
     },
     "choice": {"structured_outputs_choice": ["yes", "no", "perhaps"]},
     "ids": {"logit_bias": {"7": 2.0, "9": -3.0}, "allowed_token_ids": [0, *range(4, 200)], "min_tokens": 3},
-    "all": {"top_p": 0.95, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 2, "bad_words": ["th"]}
+    "all": {
+        "top_p": 0.95,
+        "top_k": 40,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "min_tokens": 2,
+        "bad_words": ["th"],
+    }
     | {"vllm_structured_outputs_regex": "[a-z ]{4,60}"},
 }
 RUNS = {
@@ -56,7 +69,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
         "a distribution without penalties",
     ),
-    "the grammar is ignored": ("GRPO, regex", {"grammar": None}, "where the grammar of the request does not allow it"),
+    "the grammar is ignored": (
+        "GRPO, regex",
+        {"grammar": None},
+        "where the grammar of the request does not allow it",
+    ),
     "biases are ignored": ("GRPO, ids", {"logit_bias": ()}, "a distribution without logit_bias"),
 }
 

@@ -1,4 +1,6 @@
-"""Runs with filters and tools, with several optimizer steps per generation: the gap is that of a run without filters."""
+"""Runs with filters and tools, with several optimizer steps per generation: the gap is that of a run without
+filters.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from lockstep.watch.tolerances import tolerance
 
 DATA = Dataset.from_list([{"prompt": [{"role": "user", "content": f"what is {i} + {i}"}]} for i in range(8)])
 FILTERS = {"top_p": 0.95, "top_k": 40, "min_p": 0.001, "repetition_penalty": 1.05, "logit_bias": {"7": 1.0}}
-FIELDS = {"num_generations": 4, "per_device_train_batch_size": 8, "num_iterations": 2, "max_completion_length": 120}
+FIELDS = {
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "num_iterations": 2,
+    "max_completion_length": 120,
+}
 
 
 @pytest.fixture(scope="module")

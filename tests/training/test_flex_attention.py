@@ -1,7 +1,9 @@
-"""FlexAttention with trees equals dense attention with the mask. It is checked before it is used, and refused if it is wrong.
+"""FlexAttention with trees equals dense attention with the mask.
 
-All tests use PyTorch's own FlexAttention. Without a GPU it is not compiled: it computes plain products, and the tests call the
-backward that PyTorch does not offer on a CPU, because PyTorch has no kernel for it there.
+It is checked before it is used, and refused if it is wrong.
+
+All tests use PyTorch's own FlexAttention. Without a GPU it is not compiled: it computes plain products, and the tests
+call the backward that PyTorch does not offer on a CPU, because PyTorch has no kernel for it there.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def backward_on_a_cpu() -> Iterator[None]:
         yield
 
 
-def test_one_variant_too_many_is_an_error_and_never_computes_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_variant_too_many_is_an_error_and_never_computes_all_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     compiled = []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -126,7 +130,8 @@ def blocks_seen(mask: torch.Tensor, size: int = 128) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 def test_a_model_scores_and_learns_the_same_as_by_trees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sequences = [
-        TrainingSequence(f"a#{i}", tuple(range(4, 24)), (30 + i, 31, 32 + i, 33), (0.0,) * 4) for i in range(5)
+        TrainingSequence(f"a#{i}", tuple(range(4, 24)), (30 + i, 31, 32 + i, 33), (0.0,) * 4)
+        for i in range(5)
     ]
     (pack,) = pack_sequences(sequences, 100)
     used = counted(monkeypatch)
@@ -175,7 +180,9 @@ def test_under_autocast_it_attends_in_autocasts_dtype() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_right_kernel_is_far_within_the_proofs_limit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_right_kernel_is_far_within_the_proofs_limit(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(flex_attention.LIMITS, dtype, flex_attention.LIMITS[dtype] / 2)
     flex_attention.prove_flex_attention((6, 2), 64, CPU, dtype)
 
@@ -199,7 +206,9 @@ class _Wrong(torch.autograd.Function):
         return gradient
 
 
-def loses_a_gradient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def loses_a_gradient(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any
+) -> torch.Tensor:
     """Right values, but the first keys get no gradient."""
     return of_torch.flex_attention(query, _Wrong.apply(key), value, **kwargs)
 
@@ -229,7 +238,9 @@ def test_a_kernel_that_does_not_run_is_named_with_what_to_do(monkeypatch: pytest
 
 def test_on_a_cpu_it_is_refused_at_start(untied_dir: str, tmp_path: Path) -> None:
     config = GRPOConfig(
-        output_dir=str(tmp_path / "run"), use_cpu=True, model_init_kwargs={"attn_implementation": "flex_attention"}
+        output_dir=str(tmp_path / "run"),
+        use_cpu=True,
+        model_init_kwargs={"attn_implementation": "flex_attention"},
     )
     with pytest.raises(
         InputError, match=r"attn_implementation is 'flex_attention', which PyTorch cannot train with on a CPU"
@@ -242,7 +253,8 @@ def test_on_a_cpu_it_is_refused_at_start(untied_dir: str, tmp_path: Path) -> Non
 def test_on_a_gpu_it_is_proven_and_a_model_learns_by_it_as_by_trees(dtype: torch.dtype) -> None:
     device = torch.device("cuda")
     sequences = [
-        TrainingSequence(f"a#{i}", tuple(range(4, 304)), tuple(range(i, i + 40)), (0.0,) * 40) for i in range(4, 20)
+        TrainingSequence(f"a#{i}", tuple(range(4, 304)), tuple(range(i, i + 40)), (0.0,) * 40)
+        for i in range(4, 20)
     ]
     (pack,) = pack_sequences(sequences, 2000)
     gradients = []
@@ -250,5 +262,9 @@ def test_on_a_gpu_it_is_proven_and_a_model_learns_by_it_as_by_trees(dtype: torch
         model = make_model("qwen2", head_dim=64, max_position_embeddings=1024).to(device, dtype)
         adopt(model)
         score_pack(model, pack.to(device), 1.0, 256).logps.sum().backward()
-        gradients.append(torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None]))
-    assert float((gradients[1] - gradients[0]).norm() / gradients[0].norm()) < {torch.float32: 3e-3}.get(dtype, 5e-2)
+        gradients.append(
+            torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+        )
+    assert float((gradients[1] - gradients[0]).norm() / gradients[0].norm()) < {torch.float32: 3e-3}.get(
+        dtype, 5e-2
+    )

@@ -50,13 +50,17 @@ def test_what_is_said_to_do_the_same_is_there_to_be_overridden() -> None:
     assert type("Own", (lockstep.GRPOTrainer,), {"loop_class": own_loop}).loop_class.rollout is never
 
 
-def test_no_run_calls_a_hook_that_is_refused(untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_run_calls_a_hook_that_is_refused(
+    untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Lockstep uses some of these names too, with another meaning.
     for hook in set(HOOKS) - set(vars(OnlineTrainer)):
         monkeypatch.setattr(OnlineTrainer, hook, never, raising=False)
     fields = {**FIELDS["GRPO"], "max_steps": 2, "save_strategy": "steps", "save_steps": 1, "beta": 0.1}
     evaluation = PROMPTS.map(lambda row: {"prompt": row["prompt"] + " now"})
-    run = make("GRPO", untied_dir, tmp_path, start("transformers", untied_dir), fields, eval_dataset=evaluation)
+    run = make(
+        "GRPO", untied_dir, tmp_path, start("transformers", untied_dir), fields, eval_dataset=evaluation
+    )
     run.train()
     assert run.state.global_step == 2
     assert run.evaluate()["eval_problems"] == len(evaluation)

@@ -38,11 +38,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def trainer(model: str, folder: Path, **fields: Any) -> GRPOTrainer:
-    base: dict[str, Any] = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12}
+    base: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 12,
+    }
     base |= {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "report_to": []}
     base |= {"bf16": True, "use_vllm": False, "learning_rate": 1e-4, "cast_lm_head_to_fp32": True}
     engine = fields.pop("engine", None)
-    return GRPOTrainer(model, by_length, GRPOConfig(str(folder), **{**base, **fields}), PROMPTS, engine=engine)
+    return GRPOTrainer(
+        model, by_length, GRPOConfig(str(folder), **{**base, **fields}), PROMPTS, engine=engine
+    )
 
 
 def test_the_trainers_head_is_computed_in_float32_past_autocast() -> None:
@@ -71,7 +77,9 @@ def test_the_gradient_reaches_the_head_and_what_is_below() -> None:
     assert head.bias.grad is not None
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])])
+@pytest.mark.parametrize(
+    "engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])]
+)
 def test_both_sides_compute_the_head_in_float32_and_a_run_passes_its_proofs(
     model_dir: str, tmp_path: Path, engine: str
 ) -> None:
@@ -92,7 +100,9 @@ def test_an_engine_whose_head_is_in_bfloat16_is_refused(model_dir: str, tmp_path
         ProofError, match=r"head_dtype is torch\.bfloat16 in the engine, training assumes torch\.float32"
     ):
         trainer(model_dir, tmp_path, engine=engine)
-    same = TransformersEngine(model_dir, tokenizer, dtype=torch.bfloat16, max_model_len=CONTEXT, fp32_head=True)
+    same = TransformersEngine(
+        model_dir, tokenizer, dtype=torch.bfloat16, max_model_len=CONTEXT, fp32_head=True
+    )
     trainer(model_dir, tmp_path, engine=same)
 
 

@@ -101,7 +101,11 @@ def test_the_step_is_the_one_in_which_everything_is_verified(
     monkeypatch.setattr(generation, "drawn_rollouts", lambda groups, size, *_: [[*range(size)]] * groups)
     whole = sixteen(untied_dir, tmp_path / "whole", hf_engine)
     whole.train()
-    assert whole.state.log_history[0]["parity/aside_tokens"] == 0 < part.state.log_history[0]["parity/aside_tokens"]
+    assert (
+        whole.state.log_history[0]["parity/aside_tokens"]
+        == 0
+        < part.state.log_history[0]["parity/aside_tokens"]
+    )
     found, due = parameters(part.model), parameters(whole.model)
     assert all(torch.equal(found[name], due[name]) for name in due)
 
@@ -120,7 +124,9 @@ def test_a_wrong_log_prob_without_a_gradient_stops_the_run_if_its_group_is_drawn
         found = real(policy, pack, *args, **kwargs)
         wrong = [s.name == name for s in pack.sequences for _ in range(s.length)]
         return TokenScores(
-            found.logps - torch.tensor(wrong, device=found.logps.device).float(), found.entropies, draws=found.draws
+            found.logps - torch.tensor(wrong, device=found.logps.device).float(),
+            found.entropies,
+            draws=found.draws,
         )
 
     name = str(clean.loop.generation.groups[group].rollouts[0].completion.key)
@@ -169,14 +175,24 @@ def test_the_choice_counts_generations_and_not_the_steps_of_one(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(generation, "drawn_rollouts", lambda *given: asked.append(given[-1]) or drawn_rollouts(*given))
+    monkeypatch.setattr(
+        generation, "drawn_rollouts", lambda *given: asked.append(given[-1]) or drawn_rollouts(*given)
+    )
     sixteen(untied_dir, tmp_path, hf_engine, max_steps=4, num_iterations=2).train()
     assert asked == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("groups", "size", "tokens", "block"),
-    [(16, 8, 8, 8), (2, 8, 64, 8), (4, 8, 16, 4), (3, 8, 128, 2), (16, 8, 64, 1), (4, 2, 8, 1), (3, 4, 12, 1)],
+    [
+        (16, 8, 8, 8),
+        (2, 8, 64, 8),
+        (4, 8, 16, 4),
+        (3, 8, 128, 2),
+        (16, 8, 64, 1),
+        (4, 2, 8, 1),
+        (3, 4, 12, 1),
+    ],
 )
 def test_each_rollout_is_drawn_equally_often_whatever_was_sampled(
     groups: int, size: int, tokens: int, block: int, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,6 @@
-"""Fields of `transformers.TrainingArguments` that cannot harm a run are taken, and do what they say or say that they do nothing."""
+"""Fields of `transformers.TrainingArguments` that cannot harm a run are taken, and do what they say or say that they
+do nothing.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +84,12 @@ def test_the_cache_of_the_device_is_emptied_as_often_as_asked(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[int] = []
-    run = make("GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, "torch_empty_cache_steps": 2, "max_steps": 5})
-    monkeypatch.setattr("lockstep.run.trainers.online.clear_device_cache", lambda: steps.append(run.state.global_step))
+    run = make(
+        "GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, "torch_empty_cache_steps": 2, "max_steps": 5}
+    )
+    monkeypatch.setattr(
+        "lockstep.run.trainers.online.clear_device_cache", lambda: steps.append(run.state.global_step)
+    )
     run.train()
     assert steps == [0, 2, 4]
 
@@ -109,14 +115,24 @@ def test_the_best_model_is_the_one_with_the_highest_reward_unless_another_metric
     def best_at_two(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
         return [100.0 * (trainer_state.global_step == 2) + len(ids) + ids[0] % 7 for ids in completion_ids]
 
-    fields = {**EVERY_TWO, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    fields = {
+        **EVERY_TWO,
+        "max_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+    }
     arguments = {"reward_funcs": best_at_two, "eval_dataset": PROMPTS.select(range(2))}
     run = make("GRPO", untied_dir, tmp_path / "a", hf_engine, fields, **arguments)
     run.train()
     evaluated = {log["step"]: log["eval_reward"] for log in run.state.log_history if "eval_reward" in log}
     assert run.state.best_metric == evaluated[2] > evaluated[4]
-    best = parameters(AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "checkpoint-2", dtype=torch.float32))
-    last = parameters(AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "checkpoint-4", dtype=torch.float32))
+    best = parameters(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "checkpoint-2", dtype=torch.float32)
+    )
+    last = parameters(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "checkpoint-4", dtype=torch.float32)
+    )
     kept = parameters(run.model)
     assert all(torch.equal(kept[name], p) for name, p in best.items())
     assert not all(torch.equal(kept[name], p) for name, p in last.items())
@@ -130,11 +146,19 @@ def test_the_best_model_is_the_one_with_the_highest_reward_unless_another_metric
     assert run.state.best_metric == min(lengths)
 
 
-def test_the_best_adapter_is_loaded_into_the_adapter(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_the_best_adapter_is_loaded_into_the_adapter(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     def best_at_two(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
         return [100.0 * (trainer_state.global_step == 2) + len(ids) + ids[0] % 7 for ids in completion_ids]
 
-    fields = {**EVERY_TWO, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    fields = {
+        **EVERY_TWO,
+        "max_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+    }
     arguments = {"reward_funcs": best_at_two, "eval_dataset": PROMPTS.select(range(2)), "peft_config": lora()}
     run = make("GRPO", untied_dir, tmp_path, hf_engine, fields, **arguments)
     run.train()
@@ -178,12 +202,16 @@ def test_a_run_may_end_inside_a_generation_and_goes_on_from_the_last_whole_one(
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert logs(resumed) == logs(whole)
     assert all(torch.equal(p, parameters(whole.model)[name]) for name, p in parameters(resumed.model).items())
-    longer = make("GRPO", untied_dir, tmp_path, hf_engine, {**fields, "max_steps": 6, "resume_with_changes": True})
+    longer = make(
+        "GRPO", untied_dir, tmp_path, hf_engine, {**fields, "max_steps": 6, "resume_with_changes": True}
+    )
     with pytest.raises(InputError, match="the checkpoint of step 5 is inside a generation of 2 steps"):
         longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
 
 
-def test_a_checkpoint_that_the_config_names_is_gone_on_from(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_a_checkpoint_that_the_config_names_is_gone_on_from(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     fields = {**EVERY_TWO, "max_steps": 4}
     whole = make("GRPO", untied_dir, tmp_path, hf_engine, fields)
     whole.train()
@@ -200,7 +228,10 @@ def test_a_checkpoint_is_written_where_an_evaluation_is_the_best_and_a_run_goes_
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:
     def best_at(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
-        return [{1: 5.0, 2: 4.0, 3: 9.0}.get(trainer_state.global_step, 0.0) + ids[0] % 2 for ids in completion_ids]
+        return [
+            {1: 5.0, 2: 4.0, 3: 9.0}.get(trainer_state.global_step, 0.0) + ids[0] % 2
+            for ids in completion_ids
+        ]
 
     fields = {**GROUPS, "save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
     fields |= {"logging_steps": 3}
@@ -242,9 +273,16 @@ def test_flash_attention_becomes_what_is_computed_anyway(
     fields = {**GROUPS, "max_steps": 1}
     plain = make("GRPO", untied_dir, tmp_path / "a", hf_engine, fields)
     asking = make(
-        "GRPO", untied_dir, tmp_path / "b", hf_engine, {**fields, "model_init_kwargs": {"attn_implementation": name}}
+        "GRPO",
+        untied_dir,
+        tmp_path / "b",
+        hf_engine,
+        {**fields, "model_init_kwargs": {"attn_implementation": name}},
     )
-    assert f"attn_implementation={name} becomes sdpa, which computes the same attention" in capsys.readouterr().out
+    assert (
+        f"attn_implementation={name} becomes sdpa, which computes the same attention"
+        in capsys.readouterr().out
+    )
     for run in (plain, asking):
         run.train()
     assert logs(asking) == logs(plain)
@@ -253,11 +291,15 @@ def test_flash_attention_becomes_what_is_computed_anyway(
 def test_a_loaded_model_with_flash_attention_is_taken_too(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, reference = (AutoModelForCausalLM.from_pretrained(untied_dir, dtype=torch.float32) for _ in range(2))
+    model, reference = (
+        AutoModelForCausalLM.from_pretrained(untied_dir, dtype=torch.float32) for _ in range(2)
+    )
     for one in (model, reference):
         # As it is loaded where FlashAttention is installed.
         one.config._attn_implementation_internal = "flash_attention_2"
-    run = make("GRPO", model, tmp_path, hf_engine, {**GROUPS, "max_steps": 1, "beta": 0.1}, ref_model=reference)
+    run = make(
+        "GRPO", model, tmp_path, hf_engine, {**GROUPS, "max_steps": 1, "beta": 0.1}, ref_model=reference
+    )
     assert "attn_implementation=flash_attention_2 becomes sdpa" in capsys.readouterr().out
     run.train()
     assert run.state.global_step == 1

@@ -37,7 +37,13 @@ BOTH = ["transformers", pytest.param("vllm", marks=VLLM)]
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO, sequences, KL": (
         "GRPO",
-        {**GROUPS, "beta": 0.1, "importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2},
+        {
+            **GROUPS,
+            "beta": 0.1,
+            "importance_sampling_level": "sequence",
+            "loss_type": "grpo",
+            "num_iterations": 2,
+        },
     ),
     "ScaleRL": ("GRPO", {**GROUPS, "loss_type": "cispo", "epsilon_high": 5.0, "average_by_prompt": True}),
     "GRPO, entropy": ("GRPO", {**GROUPS, "entropy_coef": 0.01, "top_entropy_quantile": 0.5}),
@@ -100,7 +106,9 @@ def test_every_sampled_token_is_proven_and_no_other_is_counted(
 
     passes = fields.get("num_iterations", 1)
     changes = {"max_steps": 2 * passes, "rehearse_rewards": False, "recheck_rewards": False}
-    run = make(method, untied_dir, tmp_path, either, {**limited(method, fields), **changes}, reward_funcs=seen)
+    run = make(
+        method, untied_dir, tmp_path, either, {**limited(method, fields), **changes}, reward_funcs=seen
+    )
     before = parameters(run.model)
     run.train()
 
@@ -116,7 +124,9 @@ def test_every_sampled_token_is_proven_and_no_other_is_counted(
         assert sum(map(len, own)) == sampled[generation] + sum(interrupted) * len(PUT_IN)
         assert log["completions/mean_length"] == pytest.approx(sampled[generation] / len(own))
         assert max(map(len, own)) <= LIMIT
-        assert all(INTERRUPTED["interruption"] in t for t, i in zip(texts[generation], interrupted, strict=True) if i)
+        assert all(
+            INTERRUPTED["interruption"] in t for t, i in zip(texts[generation], interrupted, strict=True) if i
+        )
     # A pass over a generation checks all of its tokens.
     expected = [count for count in sampled for _ in range(passes)]
     assert [log["parity/checked_tokens"] for log in logs] == expected
@@ -125,7 +135,11 @@ def test_every_sampled_token_is_proven_and_no_other_is_counted(
     check_chain(lines)
     assert check_receipt(tmp_path / RECEIPT) == 3
     steps = [entry for entry in map(json.loads, lines) if entry["kind"] == "step"]
-    assert [entry["sampled_tokens"] for entry in steps] == [entry["checked_tokens"] for entry in steps] == sampled
+    assert (
+        [entry["sampled_tokens"] for entry in steps]
+        == [entry["checked_tokens"] for entry in steps]
+        == sampled
+    )
     assert any(not torch.equal(tensor, before[n]) for n, tensor in parameters(run.model).items())
 
 
@@ -148,7 +162,9 @@ def test_a_trainer_that_took_what_was_put_in_for_sampled_is_stopped(
         run.train()
     # If the count were wrong too, the gap would be large, because inserted tokens are recorded with probability 1.
     for count in ("sampled_tokens", "fresh_tokens"):
-        monkeypatch.setattr(Generation, count, property(lambda self: sum(len(c.token_ids) for c in self.completions)))
+        monkeypatch.setattr(
+            Generation, count, property(lambda self: sum(len(c.token_ids) for c in self.completions))
+        )
     run = make("GRPO", untied_dir, tmp_path, hf_engine, limited("GRPO", GROUPS))
     with pytest.raises(ProofError, match="mean_abs_gap"):
         run.train()
@@ -188,8 +204,17 @@ def test_where_no_thinking_is_interrupted_nothing_is_logged_and_where_none_needs
     assert run.source.metrics(groups, 0)["completions/interrupted"] == 0.0
 
 
-def test_an_evaluation_is_interrupted_as_training_is(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
-    run = make("GRPO", untied_dir, tmp_path, hf_engine, limited("GRPO", GROUPS), eval_dataset=PROMPTS.select(range(3)))
+def test_an_evaluation_is_interrupted_as_training_is(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    run = make(
+        "GRPO",
+        untied_dir,
+        tmp_path,
+        hf_engine,
+        limited("GRPO", GROUPS),
+        eval_dataset=PROMPTS.select(range(3)),
+    )
     metrics = run.evaluate()
     rollouts = [r for group in run.last_eval_groups for r in group.rollouts]
     interrupted = [was_interrupted(r.completion.token_ids.tolist()) for r in rollouts]
@@ -201,7 +226,7 @@ def test_the_fields_belong_to_what_a_run_that_goes_on_must_share(tmp_path: Path)
     assert {name: curve_settings(config)[name] for name in INTERRUPTED} == INTERRUPTED
 
 
-# ---- bad input -----------------------------------------------------------------------------------------------------
+# ---- bad input ---------------------------------------------------------------------------------------------------
 
 
 def config(method: str = "GRPO", **fields: Any) -> Any:
@@ -226,14 +251,25 @@ def config(method: str = "GRPO", **fields: Any) -> Any:
             {"max_thinking_length": 512},
             r"max_thinking_length=512 leaves nothing for an answer within the (512|64) tokens",
         ),
-        ({"max_thinking_length": 9, "interruption": ""}, "interruption='' does not hold end_of_thinking='</think>'"),
-        ({"max_thinking_length": 9, "interruption": "Stop."}, "interruption='Stop.' does not hold end_of_thinking="),
+        (
+            {"max_thinking_length": 9, "interruption": ""},
+            "interruption='' does not hold end_of_thinking='</think>'",
+        ),
+        (
+            {"max_thinking_length": 9, "interruption": "Stop."},
+            "interruption='Stop.' does not hold end_of_thinking=",
+        ),
         ({"max_thinking_length": 9, "end_of_thinking": " "}, "end_of_thinking=' '; it must be the text"),
-        ({"max_thinking_length": 9, "stop_strings": ["x", "/th"]}, "stop_strings: '/th' ends every completion where"),
+        (
+            {"max_thinking_length": 9, "stop_strings": ["x", "/th"]},
+            "stop_strings: '/th' ends every completion where",
+        ),
     ],
     ids=str,
 )
-def test_fields_that_contradict_each_other_are_named(method: str, fields: dict[str, Any], message: str) -> None:
+def test_fields_that_contradict_each_other_are_named(
+    method: str, fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         config(method, **fields)
 
@@ -262,7 +298,9 @@ def test_one_more_token_is_room_for_an_answer() -> None:
     fields = limited("GRPO", GROUPS, AFTER + len(PUT_IN) + 1)
     found = interruption_of(config(**fields), make_tokenizer())
     assert found == Interruption(AFTER, tuple(PUT_IN), tuple(make_tokenizer()(".")["input_ids"]))
-    assert interruption_of(config(**fields, min_thinking_length=2), make_tokenizer()) == replace(found, earliest=2)
+    assert interruption_of(config(**fields, min_thinking_length=2), make_tokenizer()) == replace(
+        found, earliest=2
+    )
     assert interruption_of(config(), make_tokenizer()) is None
 
 

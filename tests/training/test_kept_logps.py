@@ -1,4 +1,6 @@
-"""The logits of kept ids are those of the whole head, for every kind of head, without a matrix of tokens by vocabulary."""
+"""The logits of kept ids are those of the whole head, for every kind of head, without a matrix of tokens by
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ WIDTH, VOCABULARY = 6, 60
 def made_head(kind: str, vocabulary: int = VOCABULARY) -> torch.nn.Module:
     plain = torch.nn.Linear(WIDTH, vocabulary, bias=kind == "biased")
     if kind == "adapter":
-        return LoraLinear(plain, "default", LoraConfig(r=2, init_lora_weights=False), r=2, init_lora_weights=False)
+        return LoraLinear(
+            plain, "default", LoraConfig(r=2, init_lora_weights=False), r=2, init_lora_weights=False
+        )
     if kind == "hooked":
         plain.register_forward_hook(lambda module, args, logits: 2.0 * logits)
     return plain
@@ -73,7 +77,10 @@ def test_values_and_gradients_are_those_of_the_whole_head(
                 mask = torch.full((len(sizes), VOCABULARY), True)
                 mask[kept.tokens, kept.ids] = False
                 whole = (head(hidden) / temperature).masked_fill(mask, -1e300).log_softmax(-1)
-                logps, entropy = whole[range(len(sizes)), kept.ids[kept.targets]], -(whole.exp() * whole).sum(-1)
+                logps, entropy = (
+                    whole[range(len(sizes)), kept.ids[kept.targets]],
+                    -(whole.exp() * whole).sum(-1),
+                )
             assert not ours or entropy.requires_grad == entropy_gradient
             loss = (logps * of_logps).sum() + ((entropy * of_entropy).sum() if entropy_gradient else 0.0)
             results.append([logps.detach(), entropy.detach(), *torch.autograd.grad(loss, trained)])
@@ -97,11 +104,15 @@ def test_under_autocast_the_head_rounds_as_it_does_without_a_filter(kind: str) -
     if kind != "fp32":
         assert torch.equal(found, found.bfloat16().float())
     pairs = zip(
-        torch.autograd.grad(found, trained, gradient), torch.autograd.grad(expected, trained, gradient), strict=True
+        torch.autograd.grad(found, trained, gradient),
+        torch.autograd.grad(expected, trained, gradient),
+        strict=True,
     )
     for own, other in pairs:
         assert own.dtype == torch.float32
-        torch.testing.assert_close(own, other, rtol=0, atol=1e-5 if kind == "fp32" else 0.05 * float(other.abs().max()))
+        torch.testing.assert_close(
+            own, other, rtol=0, atol=1e-5 if kind == "fp32" else 0.05 * float(other.abs().max())
+        )
 
 
 def test_a_frozen_head_gets_no_gradient_and_the_states_still_do() -> None:

@@ -105,7 +105,8 @@ def test_a_rank_says_that_it_waits_for_rank_0_and_does_so_no_longer_than_its_lim
     for name, value in of_ranks(1, closed_port).items():
         monkeypatch.setenv(name, value)
     expected = (
-        rf"4 processes meet at 127\.0\.0\.1:{closed_port} .*nobody answers there \(.*refused.*\).*unset WORLD_SIZE"
+        rf"4 processes meet at 127\.0\.0\.1:{closed_port} .*nobody answers there "
+        rf"\(.*refused.*\).*unset WORLD_SIZE"
     )
     with pytest.raises(InputError, match=expected):
         config(tmp_path, ddp_timeout=1)
@@ -121,7 +122,9 @@ def test_rank_0_says_that_it_waits_and_torchs_error_becomes_one_sentence(closed_
             dist.TCPStore("127.0.0.1", 0, 4, True, timedelta(milliseconds=10))
 
     # transformers gives torch no limit on a CPU, so that no field is advised.
-    with pytest.raises(InputError, match=r"not all came in time \(.*\): start all of them.*unset WORLD_SIZE$"):
+    with pytest.raises(
+        InputError, match=r"not all came in time \(.*\): start all of them.*unset WORLD_SIZE$"
+    ):
         meet()
     where = f"127.0.0.1:{closed_port}"
     assert said == [f"waiting for the 4 processes of WORLD_SIZE to meet at {where}: 0 s of at most 1800 s"]

@@ -52,7 +52,10 @@ def test_without_a_gpu_a_trainer_is_made_and_training_is_refused(untied_dir: str
         max_completion_length=4, per_device_train_batch_size=4, report_to="none",
     )  # fmt: skip
     trainer = GRPOTrainer(
-        untied_dir, lambda completions, **_: [0.0] * len(completions), config, Dataset.from_dict({"prompt": ["a"]})
+        untied_dir,
+        lambda completions, **_: [0.0] * len(completions),
+        config,
+        Dataset.from_dict({"prompt": ["a"]}),
     )
     try:
         with pytest.raises(InputError, match="use_liger_kernel needs a GPU"):

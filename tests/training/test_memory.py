@@ -1,4 +1,6 @@
-"""The memory of a run is counted exactly before its models are loaded, said in one line, and refused where it cannot fit."""
+"""The memory of a run is counted exactly before its models are loaded, said in one line, and refused where it cannot
+fit.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +55,21 @@ def tiny_models_count(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def experts_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     config = Qwen3MoeConfig(
-        vocab_size=384, hidden_size=64, moe_intermediate_size=32, intermediate_size=64, num_experts=4, num_experts_per_tok=2,
+        vocab_size=384, hidden_size=64, moe_intermediate_size=32, intermediate_size=64, num_experts=4,
+        num_experts_per_tok=2,
         num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32, eos_token_id=0,
     )  # fmt: skip
     return str(save(AutoModelForCausalLM.from_config(config), tmp_path_factory.mktemp("models") / "experts"))
 
 
 def config_of(folder: Path, **fields: Any) -> GRPOConfig:
-    given = {"use_vllm": False, "bf16": False, "report_to": "none", "max_completion_length": 8, "num_generations": 2}
+    given = {
+        "use_vllm": False,
+        "bf16": False,
+        "report_to": "none",
+        "max_completion_length": 8,
+        "num_generations": 2,
+    }
     return GRPOConfig(output_dir=str(folder), per_device_train_batch_size=2, **{**given, **fields})
 
 
@@ -68,12 +77,14 @@ def sizes(found: RunMemory) -> dict[str, int]:
     return {part.name: part.size for part in found.parts}
 
 
-# ---- exact ---------------------------------------------------------------------------------------------------------------
+# ---- exact -------------------------------------------------------------------------------------------------------
 
 
 def held(tensors: Any) -> int:
     """Bytes of storages. Each is counted once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None
+    }
     return sum(storages.values())
 
 
@@ -135,7 +146,9 @@ def test_every_part_has_the_bytes_that_the_run_allocates(
         "frozen weights": held(states_of(run.model)) - weights,
         "value head": held(run.critic.parameters()) if run.critic is not None else 0,
         "gradients": held(p.grad for p in trained),
-        "moments": sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)),
+        "moments": sum(
+            v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)
+        ),
         "reference": held(states_of(reference))
         if (reference := getattr(run.reference, "own", None)) is not None
         else 0,
@@ -156,7 +169,9 @@ def test_the_gradients_of_a_real_step_are_those_that_were_counted(
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
             seen.append(held(p.grad for p in model.parameters()))
 
-    run = make("GRPO", untied_dir, tmp_path, hf_engine, {**FIELDS["GRPO"], "max_steps": 1}, callbacks=[Look()])
+    run = make(
+        "GRPO", untied_dir, tmp_path, hf_engine, {**FIELDS["GRPO"], "max_steps": 1}, callbacks=[Look()]
+    )
     run.train()
     found = sizes(memory.memory_of_run(run.config, RunModels(untied_dir, own_engine=True), CPU))
     moments = [v for s in run.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
@@ -196,7 +211,8 @@ def test_shards_are_the_largest_that_a_rank_holds(tied_dir: str) -> None:
     assert memory.weight_bytes(model) == sum(p.nbytes for p in model.parameters()) + buffers
 
 
-# ---- on a GPU, by arithmetic ---------------------------------------------------------------------------------------------
+# ---- on a GPU, by arithmetic
+# ---------------------------------------------------------------------------------------------
 
 
 def big_dir(folder: Path) -> str:
@@ -208,7 +224,9 @@ def big_dir(folder: Path) -> str:
     return str(folder)
 
 
-def test_vllm_takes_its_share_of_a_gpu_and_asleep_it_takes_nothing_while_the_trainer_learns(tmp_path: Path) -> None:
+def test_vllm_takes_its_share_of_a_gpu_and_asleep_it_takes_nothing_while_the_trainer_learns(
+    tmp_path: Path,
+) -> None:
     def found(**fields: Any) -> RunMemory:
         config = config_of(tmp_path, use_vllm=True, bf16=True, vllm_gpu_memory_utilization=0.3, **fields)
         return memory.memory_of_run(config, RunModels(big_dir(tmp_path / "big")), gpu(40 * GIB))
@@ -225,7 +243,9 @@ def test_vllm_takes_its_share_of_a_gpu_and_asleep_it_takes_nothing_while_the_tra
     assert asleep.exact() == max(learning, learning - sizes(elsewhere)["gradients"] + 12 * GIB)
 
 
-def test_the_rank_of_a_sharded_run_needs_its_shards_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_of_a_sharded_run_needs_its_shards_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_of(tmp_path, use_vllm=True, vllm_mode="server")
     models, room = RunModels(big_dir(tmp_path / "big")), gpu(80 * GIB)
     whole = memory.memory_of_run(config, models, room).exact()
@@ -234,7 +254,8 @@ def test_the_rank_of_a_sharded_run_needs_its_shards_alone(tmp_path: Path, monkey
     assert memory.memory_of_run(config, models, room).exact() == pytest.approx(whole / 4, rel=1e-3)
 
 
-# ---- activations ---------------------------------------------------------------------------------------------------------
+# ---- activations
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "half"), [(Qwen2Config, False), (Qwen3Config, True)])
@@ -300,7 +321,8 @@ def test_activations_grow_with_the_budget_and_shrink_with_checkpointing() -> Non
     assert size(room=0) < size(room=2**60) == size()
 
 
-# ---- said and refused ----------------------------------------------------------------------------------------------------
+# ---- said and refused
+# ----------------------------------------------------------------------------------------------------
 
 
 def needed_by(folder: Path, model: str, room: Room, **fields: Any) -> int:
@@ -316,7 +338,9 @@ def test_a_run_that_does_not_fit_is_refused_before_its_model_is_loaded_and_one_t
     def load(*_: Any) -> None:
         raise Loaded
 
-    exact = memory.memory_of_run(config_of(tmp_path), RunModels(untied_dir, own_engine=True), gpu(GIB)).exact()
+    exact = memory.memory_of_run(
+        config_of(tmp_path), RunModels(untied_dir, own_engine=True), gpu(GIB)
+    ).exact()
     monkeypatch.setattr(online, "open_policy", load)
     for size, expected in ((exact, Loaded), (exact - 1, InputError)):
         monkeypatch.setattr(memory, "room_of", lambda device, size=size: gpu(size))
@@ -345,22 +369,34 @@ def test_what_saves_most_is_named_first_and_what_is_set_already_is_not_named(tmp
     small = changes(gpu(8 * GIB), beta=0.1)
     assert "use_peft" in small[0]
     asleep = changes(gpu(80 * GIB), vllm_enable_sleep_mode=True)
-    assert not any(word in text for text in asleep for word in ("sleep", "gradient_checkpointing", "beta", "bf16"))
+    assert not any(
+        word in text for text in asleep for word in ("sleep", "gradient_checkpointing", "beta", "bf16")
+    )
 
 
-def test_an_engine_whose_weights_exceed_its_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_whose_weights_exceed_its_share_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = RunModels(big_dir(tmp_path / "big"))
     room = gpu(80 * GIB)
     monkeypatch.setattr(memory, "room_of", lambda device: room)
-    memory.check_memory(config_of(tmp_path, use_vllm=True, bf16=True, vllm_gpu_memory_utilization=0.02), model)
-    with pytest.raises(InputError, match=r"does not fit into its share .* has 0.40 GiB.* 0.92 GiB\. Raise vllm_gpu"):
-        memory.check_memory(config_of(tmp_path, use_vllm=True, bf16=True, vllm_gpu_memory_utilization=0.005), model)
+    memory.check_memory(
+        config_of(tmp_path, use_vllm=True, bf16=True, vllm_gpu_memory_utilization=0.02), model
+    )
+    with pytest.raises(
+        InputError, match=r"does not fit into its share .* has 0.40 GiB.* 0.92 GiB\. Raise vllm_gpu"
+    ):
+        memory.check_memory(
+            config_of(tmp_path, use_vllm=True, bf16=True, vllm_gpu_memory_utilization=0.005), model
+        )
 
 
 def test_a_cpu_is_not_refused_for_what_fits_into_swap_or_stays_in_the_files(
     untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Frozen weights and a transformers engine may be views of the model's files, which the system reads again when it must."""
+    """Frozen weights and a transformers engine may be views of the model's files, which the system reads again when
+    it must.
+    """
     # On a machine with a GPU the engine takes that one.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
@@ -455,7 +491,9 @@ def test_the_limits_of_control_groups_are_found_up_to_their_root(tmp_path: Path)
 
 def test_this_machine_has_the_memory_that_it_reports() -> None:
     room = memory.room_of(torch.device("cpu"))
-    total = int(re.findall(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))[0]) * 1024
+    total = (
+        int(re.findall(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))[0]) * 1024
+    )
     assert 0 < room.size <= 1.01 * total
     assert room.beyond is not None
     assert not room.on_gpu

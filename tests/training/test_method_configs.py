@@ -33,7 +33,9 @@ def by_length(completions: list[str], **_: Any) -> list[float]:
 
 
 class Judge:
-    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
+    def judge(
+        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
+    ) -> list[int]:
         return [0] * len(prompts)
 
 
@@ -52,7 +54,8 @@ def model() -> PreTrainedModel:
     return make_model()
 
 
-# ---- configs -----------------------------------------------------------------------------------------------------------
+# ---- configs
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -75,7 +78,11 @@ def model() -> PreTrainedModel:
         ("OnlineDPO", {"loss_type": "hinge"}, "loss_type='hinge'"),
         ("OnlineDPO", {"max_new_tokens": 512}, "leaves no room for a prompt in max_length=512"),
         ("OnlineDPO", {"max_new_tokens": 0}, "max_new_tokens=0"),
-        ("OnlineDPO", {"vllm_importance_sampling_mode": "token_mask"}, "vllm_importance_sampling_mode='token_mask'"),
+        (
+            "OnlineDPO",
+            {"vllm_importance_sampling_mode": "token_mask"},
+            "vllm_importance_sampling_mode='token_mask'",
+        ),
         ("OnlineDPO", {"vllm_importance_sampling_clip_max": 2.0}, "vllm_importance_sampling_clip_max=2.0"),
         ("GRPO", {"importance_sampling_level": "word"}, "importance_sampling_level='word'"),
         ("GRPO", {"multi_objective_aggregation": "sum"}, "multi_objective_aggregation='sum'"),
@@ -86,7 +93,9 @@ def model() -> PreTrainedModel:
         ("GRPO", {"num_iterations": 0}, "num_iterations=0"),
     ],
 )
-def test_fields_that_contradict_each_other_are_named(method: str, fields: dict[str, Any], message: str) -> None:
+def test_fields_that_contradict_each_other_are_named(
+    method: str, fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         config(method, **fields)
 
@@ -149,7 +158,8 @@ def test_generations_that_are_used_twice_are_whole_numbers_of_steps(method: str)
     assert (made.generation_batch_size, made.prompts_per_generation, made.single_update) == (16, 8, False)
 
 
-# ---- constructors ------------------------------------------------------------------------------------------------------
+# ---- constructors
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -236,6 +246,11 @@ def test_a_judge_or_rewards_but_not_both() -> None:
     with pytest.raises(InputError, match="give one of them"):
         make("OnlineDPO", judge=Judge())
     with pytest.raises(InputError, match="give one of them"):
-        make("OnlineDPO", reward_funcs=None, judge=Judge(), args=config("OnlineDPO", reward_model_path="somewhere"))
+        make(
+            "OnlineDPO",
+            reward_funcs=None,
+            judge=Judge(),
+            args=config("OnlineDPO", reward_model_path="somewhere"),
+        )
     with pytest.raises(InputError, match="judge is a str without a method 'judge'"):
         make("OnlineDPO", reward_funcs=None, judge="gpt")

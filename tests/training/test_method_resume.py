@@ -1,4 +1,6 @@
-"""Every method resumes exactly to the bit; a checkpoint without a method's file is refused, and the error names the file."""
+"""Every method resumes exactly to the bit; a checkpoint without a method's file is refused, and the error names the
+file.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def make(untied_dir: str, hf_engine: Engine) -> Make:
         method, fields = CASES[case]
         arguments = {"peft_config": lora()} if "adapter" in case else {}
         saves = {"save_strategy": "steps", "save_steps": 2}
-        return methods.make(method, untied_dir, folder, hf_engine, {**saves, **fields, **changes}, **arguments)
+        return methods.make(
+            method, untied_dir, folder, hf_engine, {**saves, **fields, **changes}, **arguments
+        )
 
     return made
 
@@ -101,7 +105,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(make: Make, tmp_path: P
 
 
 @pytest.mark.parametrize("case", sorted(EXTRA))
-def test_a_checkpoint_without_the_methods_file_is_refused_by_name(make: Make, tmp_path: Path, case: str) -> None:
+def test_a_checkpoint_without_the_methods_file_is_refused_by_name(
+    make: Make, tmp_path: Path, case: str
+) -> None:
     make(case, tmp_path, max_steps=2).train()
     (tmp_path / "checkpoint-2" / EXTRA[case]).unlink()
     with pytest.raises(InputError, match=rf"checkpoint-2 has no {EXTRA[case]}"):

@@ -75,7 +75,12 @@ def test_gdpo_leaves_a_group_whose_scores_agree_without_an_advantage_of_the_last
 def test_the_adaptive_bonus_counts_only_after_a_step_of_low_entropy_and_moves_within_its_bounds(
     shape: dict[str, Any], entropies: list[float]
 ) -> None:
-    fields = {"entropy_coef": 0.2, "entropy_coef_delta": 0.15, "entropy_coef_min": 0.1, "entropy_coef_max": 0.4}
+    fields = {
+        "entropy_coef": 0.2,
+        "entropy_coef_delta": 0.15,
+        "entropy_coef_min": 0.1,
+        "entropy_coef_max": 0.4,
+    }
     run = config(GRPOConfig, shape, use_adaptive_entropy=True, **fields)
     objective = GRPOObjective(run)
     drawn = drawn_of(SUBJECT, shape, run.temperature)
@@ -84,7 +89,8 @@ def test_the_adaptive_bonus_counts_only_after_a_step_of_low_entropy_and_moves_wi
         run.entropy_target = target
         with torch.no_grad():
             now = plain.padded(SUBJECT.model, drawn.sequences, run.temperature)
-        # The entropy of the last step is compared with the target, so all steps of a shape must be on the same side of it.
+        # The entropy of the last step is compared with the target, so all steps of a shape must be on the same side
+        # of it.
         size = run.completions_per_step
         means = [
             float((now.entropies[i : i + size]).sum() / now.mask[i : i + size].sum())
@@ -133,7 +139,9 @@ class Fixed:
     def __init__(self, verdicts: list[int]) -> None:
         self.verdicts = verdicts
 
-    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
+    def judge(
+        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
+    ) -> list[int]:
         return self.verdicts
 
 
@@ -150,5 +158,7 @@ def test_online_dpo_with_a_judge_prefers_as_the_judge_does(shape: dict[str, Any]
     groups = groups_of(seen)
     groups = [judged(g, v) for g, v in zip(groups, judge_pairs(groups, Fixed(verdicts), 60.0), strict=True)]
     drawn = replace(drawn, rewards=[values[v] for v in verdicts])
-    (logged,) = check(SUBJECT, OnlineDPOObjective(run), shape, PAIRS.reference(run), drawn=drawn, groups=groups)
+    (logged,) = check(
+        SUBJECT, OnlineDPOObjective(run), shape, PAIRS.reference(run), drawn=drawn, groups=groups
+    )
     assert logged["pairs/undecided"] == pytest.approx(verdicts.count(-1) / len(verdicts))

@@ -1,9 +1,11 @@
-"""Every method with a model that gets one row per completion: loss and gradients equal the padded reference, and runs are proven.
+"""Every method with a model that gets one row per completion: loss and gradients equal the padded reference, and runs
+are proven.
 
 Old log-probs, reference, pairs, critic and adapter work with plain rows as they do with trees.
 
-A loss gets the same columns from rows as from trees. CI therefore runs the first variant of each method, and the variants that use
-what a pack has beside the log-probs of its tokens: entropies, and sums over whole completions. The others are run before a release.
+A loss gets the same columns from rows as from trees. CI therefore runs the first variant of each method, and the
+variants that use what a pack has beside the log-probs of its tokens: entropies, and sums over whole completions. The
+others are run before a release.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Every method with real vLLM in this process: its loop pushes, every token is proven, and vLLM holds the learned weights."""
+"""Every method with real vLLM in this process: its loop pushes, every token is proven, and vLLM holds the learned
+weights.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def changed(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> set
 
 
 def differing(engine: VLLMInProcess, model: PreTrainedModel) -> tuple[set[str], float]:
-    """The modules that compute with other weights in the engine, and the largest gap when both sides score a few sequences."""
+    """The modules that compute with other weights in the engine, and the largest gap when both sides score a few
+    sequences.
+    """
     probed = ModuleProbe(model, engine, torch.float32).measure(1, every=True)
     return set(probed.failed), score_canary(model, engine, CONTEXT, Precision()).max_abs
 
@@ -77,7 +81,9 @@ def test_two_steps_are_proven_to_the_last_token_and_leave_what_was_learned_in_vl
 
     adapter = {"peft_config": lora()} if "LoRA" in name else {}
     arguments = {"reward_funcs": counted, "callbacks": [snapshots], **adapter}
-    run = make(method, untied_dir, tmp_path, vllm, {**fields, "max_steps": 2, "recheck_rewards": False}, **arguments)
+    run = make(
+        method, untied_dir, tmp_path, vllm, {**fields, "max_steps": 2, "recheck_rewards": False}, **arguments
+    )
     # The first call is the rehearsal.
     sampled.clear()
     run.train()
@@ -90,7 +96,9 @@ def test_two_steps_are_proven_to_the_last_token_and_leave_what_was_learned_in_vl
     initial = make_model()
     first, second = snapshots.taken
     moved = changed(dict(initial.named_parameters()), first)
-    expected = {n for n in first if "q_proj.weight" in n or "up_proj.weight" in n} if adapter else first.keys()
+    expected = (
+        {n for n in first if "q_proj.weight" in n or "up_proj.weight" in n} if adapter else first.keys()
+    )
     assert moved == changed(first, second) == expected
 
     # The last push of the loop had the weights from before the second step.
@@ -101,7 +109,9 @@ def test_two_steps_are_proven_to_the_last_token_and_leave_what_was_learned_in_vl
     assert wrong == set()
     assert gap < LIMIT
     wrong, gap = differing(vllm, initial)
-    assert {f"{n}.weight" for n, m in initial.named_modules() if isinstance(m, torch.nn.Linear)} & moved <= wrong
+    assert {
+        f"{n}.weight" for n, m in initial.named_modules() if isinstance(m, torch.nn.Linear)
+    } & moved <= wrong
     assert gap > 10 * LIMIT
 
 
@@ -117,7 +127,9 @@ def test_online_dpos_pairs_are_those_of_a_prompt_with_vllm_too(
         return found
 
     monkeypatch.setattr(OnlineDPOObjective, "with_advantages", watched)
-    make("OnlineDPO", untied_dir, tmp_path, vllm, {**PAIRS, "per_device_train_batch_size": 4, "max_steps": 2}).train()
+    make(
+        "OnlineDPO", untied_dir, tmp_path, vllm, {**PAIRS, "per_device_train_batch_size": 4, "max_steps": 2}
+    ).train()
     assert len(learned) == 2
     signs = []
     for groups, sequences in learned:
@@ -145,9 +157,15 @@ def test_completions_end_at_the_end_token_of_the_tokenizer_that_the_trainer_was_
     tokenizer.eos_token = "<|user|>"
     model = make_model()
     model.config.name_or_path, model.generation_config.eos_token_id = untied_dir, None
-    fields = {**GROUPS, "max_steps": 1, "logit_bias": {"0": 30.0, str(tokenizer.eos_token_id): 30.0, "5": 30.0}}
+    fields = {
+        **GROUPS,
+        "max_steps": 1,
+        "logit_bias": {"0": 30.0, str(tokenizer.eos_token_id): 30.0, "5": 30.0},
+    }
     run = make("GRPO", model, tmp_path, vllm, fields, processing_class=tokenizer)
     run.train()
     completions = [rollout.completion for group in run.loop.generation.groups for rollout in group.rollouts]
-    assert {int(c.token_ids[-1]) for c in completions if c.finish_reason == "stop"} == {tokenizer.eos_token_id}
+    assert {int(c.token_ids[-1]) for c in completions if c.finish_reason == "stop"} == {
+        tokenizer.eos_token_id
+    }
     assert any(0 in c.token_ids for c in completions)

@@ -1,4 +1,6 @@
-"""docs/reference/migrating-from-trl.md is true of TRL's code and of ours: its rows, and that what has no row is as in TRL."""
+"""docs/reference/migrating-from-trl.md is true of TRL's code and of ours: its rows, and that what has no row is as in
+TRL.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ STATUSES = {"same", "different", "refused"}
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the page about a field or argument; its cells have one value, or one for each trainer that has the field."""
+    """One row of the page about a field or argument; its cells have one value, or one for each trainer that has the
+    field.
+    """
 
     status: str
     trl: str
@@ -113,7 +117,12 @@ def other(value: Any, hint: Any) -> Any:
     if kinds & {dict} and str in kinds:
         return {"key": 1}
     return next(
-        (made for kind, made in ((str, "another"), (dict, {"key": 1}), (float, 0.37), (int, 3)) if kind in kinds), 1
+        (
+            made
+            for kind, made in ((str, "another"), (dict, {"key": 1}), (float, 0.37), (int, 3))
+            if kind in kinds
+        ),
+        1,
     )
 
 
@@ -174,7 +183,10 @@ def refused(method: str, name: str, value: Any) -> bool:
     try:
         config(method, **COMPANIONS.get(name, {}), **{name: value})
     except (InputError, TypeError) as error:
-        return re.search(rf"^{name}=.* not supported|unexpected keyword argument '{name}'", str(error)) is not None
+        return (
+            re.search(rf"^{name}=.* not supported|unexpected keyword argument '{name}'", str(error))
+            is not None
+        )
     except (ValueError, ImportError, AttributeError):
         return False
     return False
@@ -233,7 +245,9 @@ def arguments(trainer: Any) -> dict[str, inspect.Parameter]:
     return {n: p for n, p in inspect.signature(trainer.__init__).parameters.items() if n != "self"}
 
 
-@pytest.mark.parametrize(("method", "name"), [(m, n) for m in METHODS for n in arguments(theirs(m, "Trainer"))])
+@pytest.mark.parametrize(
+    ("method", "name"), [(m, n) for m in METHODS for n in arguments(theirs(m, "Trainer"))]
+)
 def test_every_argument_of_trl_is_as_its_row_says_or_as_in_trl(method: str, name: str) -> None:
     line = table("## Constructor arguments", "argument").get(name)
     mine, trainer = arguments(ours(method, "Trainer")), ours(method, "Trainer")
@@ -270,4 +284,6 @@ def test_everything_that_is_only_here_is_named(method: str) -> None:
 def test_the_address_at_which_trls_server_listens_is_this_machine() -> None:
     made = config("GRPO", vllm_mode="server", vllm_server_host="0.0.0.0", vllm_server_port=8123)
     assert made.server_urls == ["http://127.0.0.1:8123"]
-    assert config("GRPO", vllm_mode="server", vllm_server_host="10.0.0.7").server_urls == ["http://10.0.0.7:8000"]
+    assert config("GRPO", vllm_mode="server", vllm_server_host="10.0.0.7").server_urls == [
+        "http://10.0.0.7:8000"
+    ]

@@ -1,4 +1,6 @@
-"""The model's backward is compared with finite differences of a plain forward: right ones pass, wrong ones are named."""
+"""The model's backward is compared with finite differences of a plain forward: right ones pass, wrong ones are
+named.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,12 @@ def policy_of(
 
 
 def checked(
-    policy: Policy, folder: Path, sequences: list[TrainingSequence] | None = None, *, bf16: bool = False, **more: Any
+    policy: Policy,
+    folder: Path,
+    sequences: list[TrainingSequence] | None = None,
+    *,
+    bf16: bool = False,
+    **more: Any,
 ) -> float | None:
     """The error of one check, as a run would make it at its first step."""
     assert policy.rules is not None
@@ -68,7 +75,9 @@ def test_a_right_backward_passes_far_below_the_limit(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["top_p", "repetition_penalty", "grammar", "bad_words"])
-def test_it_differentiates_the_distribution_of_the_run(model: PreTrainedModel, name: str, tmp_path: Path) -> None:
+def test_it_differentiates_the_distribution_of_the_run(
+    model: PreTrainedModel, name: str, tmp_path: Path
+) -> None:
     sampling = Sampling(6, temperature=0.8, **ALONE[name])
     error = checked(policy_of(model, sampling), tmp_path, entropies=True)
     assert error is not None
@@ -88,7 +97,9 @@ def test_the_value_head_belongs_to_it(model: PreTrainedModel, tmp_path: Path) ->
 def test_an_adapter_is_differentiated_alone(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    wrapped = get_peft_model(make_model(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0))
+    wrapped = get_peft_model(
+        make_model(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0)
+    )
     inner = wrapped.base_model.model
     assert (checked(policy_of(inner), tmp_path) or 1.0) < 1e-4
     one = next(p for n, p in inner.named_parameters() if "lora_B" in n)
@@ -173,7 +184,9 @@ def test_the_majority_of_five_drawn_sums_is_judged(
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_one_sum_whose_gradient_is_not_finite_is_enough(model: PreTrainedModel, tmp_path: Path, number: float) -> None:
+def test_one_sum_whose_gradient_is_not_finite_is_enough(
+    model: PreTrainedModel, tmp_path: Path, number: float
+) -> None:
     with (
         turned(model, lambda gradient: torch.full_like(gradient, number)),
         pytest.raises(ProofError, match="not finite"),
@@ -190,7 +203,9 @@ def certain() -> PreTrainedModel:
     return model
 
 
-def test_a_policy_that_is_certain_has_right_gradients_in_bf16_too(certain: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_policy_that_is_certain_has_right_gradients_in_bf16_too(
+    certain: PreTrainedModel, tmp_path: Path
+) -> None:
     policy = policy_of(certain, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
     assert (checked(policy, tmp_path, bf16=True) or 1.0) < 1e-3
 
@@ -265,7 +280,9 @@ def test_a_part_of_a_certain_policy_passes_in_bf16_and_its_faults_are_found(
 
 @pytest.fixture(scope="module")
 def surest() -> PreTrainedModel:
-    """A policy whose log-probs are so near to 0 that a visible change of their sum needs a large change of the weights."""
+    """A policy whose log-probs are so near to 0 that a visible change of their sum needs a large change of the
+    weights.
+    """
     model = make_model()
     with torch.no_grad():
         model.lm_head.weight *= 24
@@ -311,7 +328,9 @@ def _layer_zeroed(model: PreTrainedModel) -> list[Handle]:
 
 
 def _keys_detached(model: PreTrainedModel) -> list[Handle]:
-    return [model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda m, given, made: made.detach())]
+    return [
+        model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda m, given, made: made.detach())
+    ]
 
 
 @pytest.mark.parametrize(
@@ -338,7 +357,9 @@ def test_a_check_leaves_nothing_behind(model: PreTrainedModel, tmp_path: Path) -
     assert model.training
 
 
-def test_a_gradient_that_is_left_from_before_stays_for_its_own_proof(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_gradient_that_is_left_from_before_stays_for_its_own_proof(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
     weight = model.lm_head.weight
     weight.grad = torch.ones_like(weight)
     assert checked(policy_of(model), tmp_path) is None
@@ -370,7 +391,9 @@ def test_a_forward_that_is_too_coarse_is_said_and_no_error(
     draws = np.random.default_rng(0)
     real = differences.Drawn.total
     with patch.object(
-        differences.Drawn, "total", lambda self, moves, *dtype: real(self, moves, *dtype) + 1e-3 * draws.normal()
+        differences.Drawn,
+        "total",
+        lambda self, moves, *dtype: real(self, moves, *dtype) + 1e-3 * draws.normal(),
     ):
         assert checked(policy_of(model), tmp_path) is None
     assert "not proven at this step: finite differences" in capsys.readouterr().out
@@ -426,10 +449,14 @@ def test_a_slope_whose_rounding_grows_with_smaller_steps_is_no_error() -> None:
 @pytest.mark.parametrize(
     "trouble",
     [
-        RuntimeError("Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"),
+        RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+        ),
         RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)"),
         torch.OutOfMemoryError("out of memory"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12"),
+        RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12"
+        ),
         LockstepError("the answer of another part of this program"),
         KeyError("a defect of this program"),
     ],
@@ -449,7 +476,9 @@ def test_a_table_without_float64_is_a_kernel_that_refuses_it() -> None:
     assert module.refuses_a_dtype(KeyError(torch.float64))
 
 
-def test_gradients_that_are_all_zero_are_no_gradients_that_vanish(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_gradients_that_are_all_zero_are_no_gradients_that_vanish(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
     handles = [p.register_hook(torch.zeros_like) for p in model.parameters()]
     try:
         with pytest.raises(ProofError, match="gives a slope of 0;"):

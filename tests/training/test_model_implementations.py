@@ -1,4 +1,7 @@
-"""A run may ask vLLM for transformers' implementation of the model. It has every proof, as vLLM's own implementation has."""
+"""A run may ask vLLM for transformers' implementation of the model.
+
+It has every proof, as vLLM's own implementation has.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Weights with too few bits for the learning rate: the share of weights that a step can move is right, and 0 is refused."""
+"""Weights with too few bits for the learning rate: the share of weights that a step can move is right, and 0 is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,12 @@ def test_bf16_weights_that_mostly_stand_still_are_said_with_their_share_and_the_
     assert "leave dtype out of model_init_kwargs" in said
 
 
-def test_a_run_of_which_hardly_a_weight_can_move_is_refused(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
-    with pytest.raises(InputError, match=r"can move 0\.\d\d% of the trained weights.* Nothing would be learned"):
+def test_a_run_of_which_hardly_a_weight_can_move_is_refused(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    with pytest.raises(
+        InputError, match=r"can move 0\.\d\d% of the trained weights.* Nothing would be learned"
+    ):
         make("GRPO", untied_dir, tmp_path, hf_engine, IN_BF16)
 
 

@@ -1,4 +1,6 @@
-"""A field that is declared in one place is in help, refusals, the described fields, the page, the docstring and the identity."""
+"""A field that is declared in one place is in help, refusals, the described fields, the page, the docstring and the
+identity.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class OwlConfig(GRPOConfig):
 
     owls: int = option(3, "Number of owls. They sit.", group="server", common=True, bounds=Bounds(1, 9))
     owl_weight: float = option(1.0, "Weight of an owl.", group="method", bounds=Bounds(0, infinite=True))
-    owl_patience: float = option(2.0, "Seconds that an owl waits.", group="logging", bookkeeping=Bookkeeping.WAITING)
+    owl_patience: float = option(
+        2.0, "Seconds that an owl waits.", group="logging", bookkeeping=Bookkeeping.WAITING
+    )
     owl_songs: dict | str | None = option(None, "Songs by owl.", group="tools", mapping=True)
     owl_ages: list[int] = option([4], "Age of each owl.", group="tools", bounds=Bounds(1))
     blue_owls: bool = option(False, "Only one value.", only="owls are brown")
@@ -64,7 +68,9 @@ def config(kind: type = OwlConfig, **fields: Any) -> Any:
     return kind(output_dir="unused", use_cpu=True, report_to="none", **fields)
 
 
-def test_its_entry_in_the_described_fields_says_what_was_declared(described: dict[str, dict[str, Any]]) -> None:
+def test_its_entry_in_the_described_fields_says_what_was_declared(
+    described: dict[str, dict[str, Any]],
+) -> None:
     assert described["grpo"]["owls"] == {
         "type": "int", "default": "3", "group": "server", "common": True, "help": "Number of owls. They sit.",
     }  # fmt: skip

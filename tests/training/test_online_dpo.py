@@ -1,4 +1,6 @@
-"""Online DPO's own settings: rewards or a judge, the penalty for a missing end, one beta per epoch, and the mean over pairs."""
+"""Online DPO's own settings: rewards or a judge, the penalty for a missing end, one beta per epoch, and the mean over
+pairs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Longer:
     def __repr__(self) -> str:
         return "Longer()"
 
-    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
+    def judge(
+        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
+    ) -> list[int]:
         odd = [int(prompt.split()[2]) % 2 == 1 for prompt in prompts]
         return [-1 if o else int(len(b) > len(a)) for o, (a, b) in zip(odd, completions, strict=True)]
 
@@ -40,7 +44,13 @@ def test_a_judge_without_a_verdict_leaves_the_pair_undecided_and_the_rest_is_log
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:
     run = make(
-        "OnlineDPO", untied_dir, tmp_path, hf_engine, {**PAIRS, "max_steps": 4}, reward_funcs=None, judge=Longer()
+        "OnlineDPO",
+        untied_dir,
+        tmp_path,
+        hf_engine,
+        {**PAIRS, "max_steps": 4},
+        reward_funcs=None,
+        judge=Longer(),
     )
     run.train()
     for group in run.loop.generation.groups:
@@ -81,7 +91,13 @@ def test_a_completion_without_its_end_loses_the_penalty_and_with_it_the_comparis
     # End tokens are likely, because the engine samples at a high temperature from few tokens.
     found = []
     for penalty in (None, 3.0):
-        fields = {**PAIRS, "max_steps": 4, "max_new_tokens": 40, "missing_eos_penalty": penalty, "learning_rate": 0.0}
+        fields = {
+            **PAIRS,
+            "max_steps": 4,
+            "max_new_tokens": 40,
+            "missing_eos_penalty": penalty,
+            "learning_rate": 0.0,
+        }
         run = make("OnlineDPO", untied_dir, tmp_path, hf_engine, fields, reward_funcs=cut_is_better)
         run.train()
         found.append(run)
@@ -103,9 +119,13 @@ def test_betas_follow_one_another_by_epoch_and_the_last_one_stays(
     assert [log["beta"] for log in logs(run)] == [0.5, 0.5, 0.1, 0.1, 0.1, 0.1]
 
 
-def test_a_reward_model_can_be_named_in_the_configuration(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_a_reward_model_can_be_named_in_the_configuration(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    config = LlamaConfig(**sizes, num_attention_heads=2, num_labels=1, initializer_range=0.3, pad_token_id=None)  # type: ignore[arg-type]
+    config = LlamaConfig(
+        **sizes, num_attention_heads=2, num_labels=1, initializer_range=0.3, pad_token_id=None
+    )  # type: ignore[arg-type]
     torch.manual_seed(0)
     LlamaForSequenceClassification(config).save_pretrained(tmp_path / "taste")
     make_tokenizer().save_pretrained(tmp_path / "taste")
@@ -133,7 +153,11 @@ def test_reward_functions_given_beside_a_reward_models_path_are_the_rewards(
     ("fields", "arguments", "message"),
     [
         ({}, {"judge": Longer()}, "judge and reward_funcs all say which completion is better"),
-        ({"reward_model_path": "x"}, {"judge": Longer(), "reward_funcs": None}, "judge and reward_model_path all say"),
+        (
+            {"reward_model_path": "x"},
+            {"judge": Longer(), "reward_funcs": None},
+            "judge and reward_model_path all say",
+        ),
         ({"missing_eos_penalty": 1.0}, {"judge": Longer(), "reward_funcs": None}, "missing_eos_penalty"),
         ({}, {"reward_funcs": None}, "No reward source provided"),
         ({"beta": [0.1, 0.0]}, {}, "every beta must be above 0"),

@@ -1,4 +1,6 @@
-"""Online DPO on conversational prompts: the arguments of a reward function and a judge, and the contents of the pairs."""
+"""Online DPO on conversational prompts: the arguments of a reward function and a judge, and the contents of the
+pairs.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ def test_a_reward_function_is_given_messages_and_the_better_of_each_prompts_two_
     for call, groups, signs, log in zip(calls, seen.groups, seen.signs, logs(run), strict=True):
         rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
         assert call["prompts"] == [group.prompt.source for group, _ in rollouts]
-        assert call["completions"] == [[{"role": "assistant", "content": rollout.text}] for _, rollout in rollouts]
+        assert call["completions"] == [
+            [{"role": "assistant", "content": rollout.text}] for _, rollout in rollouts
+        ]
         assert call["completion_ids"] == [rollout.completion.token_ids.tolist() for _, rollout in rollouts]
         assert call["topic"] == [DATA["topic"][CHATS.index(prompt)] for prompt in call["prompts"]]
         for group in groups:
@@ -121,23 +125,38 @@ def test_a_judge_is_shown_the_conversation_and_both_answers_as_text_and_its_verd
         def __init__(self) -> None:
             self.calls: list[tuple[list[str], list[list[str]], bool]] = []
 
-        def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
+        def judge(
+            self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
+        ) -> list[int]:
             self.calls.append((prompts, completions, shuffle_order))
             return [-1 if p == SHOWN[3] else int(p == SHOWN[2]) for p in prompts]
 
     judge = Reader()
-    run = make("OnlineDPO", untied_dir, tmp_path, hf_engine, FIELDS, reward_funcs=None, judge=judge, train_dataset=DATA)
+    run = make(
+        "OnlineDPO",
+        untied_dir,
+        tmp_path,
+        hf_engine,
+        FIELDS,
+        reward_funcs=None,
+        judge=judge,
+        train_dataset=DATA,
+    )
     seen = Generations(run)
     run.train()
     seen.assert_asked_as_written(untied_dir)
     assert len(judge.calls) == len(seen.groups) == 2
     verdicts = {0: [1.0, -1.0], 1: [1.0, -1.0], 2: [-1.0, 1.0], 3: [0.0, 0.0]}
-    for (prompts, completions, shuffled), groups, signs in zip(judge.calls, seen.groups, seen.signs, strict=True):
+    for (prompts, completions, shuffled), groups, signs in zip(
+        judge.calls, seen.groups, seen.signs, strict=True
+    ):
         places = [CHATS.index(group.prompt.source) for group in groups]
         assert prompts == [SHOWN[place] for place in places]
         assert completions == [[rollout.text for rollout in group.rollouts] for group in groups]
         assert shuffled
-        assert [[abs(s) for s in sign(signs, g)] for g in groups] == [[abs(v) for v in verdicts[p]] for p in places]
+        assert [[abs(s) for s in sign(signs, g)] for g in groups] == [
+            [abs(v) for v in verdicts[p]] for p in places
+        ]
         assert [sign(signs, group) for group in groups] == [verdicts[place] for place in places]
     assert [log["pairs/undecided"] for log in logs(run)] == [0.25, 0.25]
     assert all(log["grad_norm"] > 0 for log in logs(run))

@@ -1,6 +1,8 @@
-"""The rows of docs/reference/migrating-from-openrlhf.md are true of our fields and commands, and of OpenRLHF's released flags.
+"""The rows of docs/reference/migrating-from-openrlhf.md are true of our fields and commands, and of OpenRLHF's
+released flags.
 
-`openrlhf_flags.json` has the flags of two releases with their defaults; `scripts/openrlhf_flags.py` makes it from their packages.
+`openrlhf_flags.json` has the flags of two releases with their defaults; `scripts/openrlhf_flags.py` makes it from
+their packages.
 """
 
 from __future__ import annotations

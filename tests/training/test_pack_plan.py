@@ -1,4 +1,6 @@
-"""Cuts of a micro-batch into packs: within the budget, never more packs than by filling them in turn, and no cut is better."""
+"""Cuts of a micro-batch into packs: within the budget, never more packs than by filling them in turn, and no cut is
+better.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,9 @@ def test_no_cut_of_trees_is_better(drawn: tuple[list[Paths], list[int]], budget:
 
 
 @draws(100)
-@given(st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=2), min_size=1, max_size=9), st.integers(1, 60))
+@given(
+    st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=2), min_size=1, max_size=9), st.integers(1, 60)
+)
 def test_no_cut_of_rows_is_better(lengths: list[list[int]], budget: int) -> None:
     def size(run: range) -> int:
         rows = [length for i in run for length in lengths[i]]
@@ -117,12 +121,16 @@ def test_no_cut_of_rows_is_better(lengths: list[list[int]], budget: int) -> None
 
 
 @draws(100)
-@given(prompt=st.integers(1, 50), length=st.integers(1, 20), count=st.integers(1, 40), room=st.integers(1, 12))
+@given(
+    prompt=st.integers(1, 50), length=st.integers(1, 20), count=st.integers(1, 40), room=st.integers(1, 12)
+)
 def test_packs_of_one_prompt_are_as_equal_as_whole_completions_allow(
     prompt: int, length: int, count: int, room: int
 ) -> None:
     beginning = tuple(range(prompt))
-    units: list[Paths] = [[(*beginning, *(1000 * i + j for j in range(1, length + 1)))] for i in range(1, count + 1)]
+    units: list[Paths] = [
+        [(*beginning, *(1000 * i + j for j in range(1, length + 1)))] for i in range(1, count + 1)
+    ]
     runs = cut(units, [prompt] * count, prompt + room * length)
     assert len(runs) == -(-count // room)
     assert max(map(len, runs)) == -(-count // len(runs))
@@ -142,7 +150,9 @@ def test_a_prompt_that_fits_into_a_pack_is_not_cut_apart_for_balance() -> None:
 def agent(prompt: int, completions: int, length: int) -> tuple[list[Paths], list[int]]:
     """A group of completions that share only their prompt."""
     beginning = tuple(range(prompt))
-    units: list[Paths] = [[(*beginning, *range(1000 * i, 1000 * i + length))] for i in range(1, completions + 1)]
+    units: list[Paths] = [
+        [(*beginning, *range(1000 * i, 1000 * i + length))] for i in range(1, completions + 1)
+    ]
     return units, [prompt] * completions
 
 
@@ -165,7 +175,9 @@ def test_python_does_the_same_work_however_long_the_completions_are() -> None:
     def work(length: int) -> Callable[[], None]:
         draw = np.random.default_rng(0)
         prompts = [draw.integers(4, 1000, length // 4) for _ in range(4)]
-        drawn = [np.concatenate([prompt, draw.integers(4, 1000, length)]) for prompt in prompts for _ in range(6)]
+        drawn = [
+            np.concatenate([prompt, draw.integers(4, 1000, length)]) for prompt in prompts for _ in range(6)
+        ]
 
         def packed() -> None:
             paths = SortedPaths.of(drawn)

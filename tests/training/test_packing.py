@@ -1,4 +1,6 @@
-"""Packing does not change the result: loss and every gradient equal a plain padded reference, and packs have the right contents."""
+"""Packing does not change the result: loss and every gradient equal a plain padded reference, and packs have the
+right contents.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,19 @@ def trees() -> Iterator[None]:
 
 
 def config(folder: Path | str = "unused", **fields: Any) -> GRPOConfig:
-    base = {"output_dir": str(folder), "per_device_train_batch_size": 8, "max_completion_length": 16, "bf16": False}
+    base = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 8,
+        "max_completion_length": 16,
+        "bf16": False,
+    }
     return GRPOConfig(**{**base, **fields})
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[TrainingSequence]:
-    """One optimizer step: groups with shared prompts, shared beginnings of prompts, equal completions and mixed lengths.
+    """One optimizer step: groups with shared prompts, shared beginnings of prompts, equal completions and mixed
+    lengths.
 
     Tokens that were not sampled may be anywhere in a completion.
     """
@@ -64,7 +72,9 @@ def steps(draw: st.DrawFn) -> list[TrainingSequence]:
     for g in range(draw(st.integers(1, 4))):
         prompt = (*shared, *draw(st.lists(st.integers(4, 60), min_size=1, max_size=12)))
         # There are few distinct tokens, so that branches share beginnings and equal completions occur.
-        completions = draw(st.lists(st.lists(st.integers(4, 8), min_size=1, max_size=10), min_size=1, max_size=5))
+        completions = draw(
+            st.lists(st.lists(st.integers(4, 8), min_size=1, max_size=10), min_size=1, max_size=5)
+        )
         for i, completion in enumerate(completions):
             size = len(completion)
             mask = draw(st.none() | st.lists(st.booleans(), min_size=size, max_size=size).filter(any))
@@ -90,7 +100,9 @@ def weighted(sequences: list[TrainingSequence], settings_: GRPOConfig) -> list[T
 
 
 def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    found = {n: p.grad.clone() if p.grad is not None else torch.zeros_like(p) for n, p in model.named_parameters()}
+    found = {
+        n: p.grad.clone() if p.grad is not None else torch.zeros_like(p) for n, p in model.named_parameters()
+    }
     model.zero_grad()
     return found
 
@@ -112,7 +124,9 @@ def sampled_near(
     return found
 
 
-def moved_by(model: PreTrainedModel, sequences: list[TrainingSequence], temperature: float) -> list[TrainingSequence]:
+def moved_by(
+    model: PreTrainedModel, sequences: list[TrainingSequence], temperature: float
+) -> list[TrainingSequence]:
     """The sequences, sampled by an older policy; some ratios are within the clip and some are beyond it."""
     with torch.no_grad():
         logps, _ = padded_logps(model, sequences, temperature)
@@ -132,7 +146,9 @@ def gradients_beside_reference(
     *,
     plain_rows: bool = False,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The gradients of a step that is cut into parts, and those of the reference with `exact`; the losses are compared here."""
+    """The gradients of a step that is cut into parts, and those of the reference with `exact`; the losses are
+    compared here.
+    """
     # Delete gradients that an earlier, failed comparison may have left.
     model.zero_grad()
     exact.zero_grad()
@@ -174,7 +190,11 @@ def runs() -> st.SearchStrategy[GRPOConfig]:
 
 @draws(24, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
-    sequences=steps(), kind=st.sampled_from(sorted(MODELS)), run=runs(), parts=st.integers(1, 3), moved=st.booleans()
+    sequences=steps(),
+    kind=st.sampled_from(sorted(MODELS)),
+    run=runs(),
+    parts=st.integers(1, 3),
+    moved=st.booleans(),
 )
 def test_loss_and_gradients_equal_the_padded_reference(
     sequences: list[TrainingSequence], kind: str, run: GRPOConfig, parts: int, moved: bool
@@ -187,13 +207,20 @@ def test_loss_and_gradients_equal_the_padded_reference(
     assert_same_gradients(found, expected, 1e-5)
 
 
-# Weights of a more usual scale: with the weights above, the rounding of the logits alone changes a log-prob by 3e-5 nats.
+# Weights of a more usual scale: with the weights above, the rounding of the logits alone changes a log-prob by 3e-5
+# nats.
 USUAL = {kind: make_model(kind, tied=kind == "llama", scale=0.1) for kind in MODELS}
 UNROUNDED = {kind: copy.deepcopy(model).double() for kind, model in USUAL.items()}
 
 
 @draws(12, suppress_health_check=list(HealthCheck))
-@given(sequences=steps(), kind=st.sampled_from(sorted(USUAL)), run=runs(), parts=st.integers(1, 3), moved=st.booleans())
+@given(
+    sequences=steps(),
+    kind=st.sampled_from(sorted(USUAL)),
+    run=runs(),
+    parts=st.integers(1, 3),
+    moved=st.booleans(),
+)
 def test_in_fp32_loss_and_gradients_of_what_is_drawn_are_within_1e_5(
     sequences: list[TrainingSequence], kind: str, run: GRPOConfig, parts: int, moved: bool
 ) -> None:
@@ -213,7 +240,9 @@ KINDS = sorted(MODELS)
 # A loss does not know the architecture, so CI has each loss with one of them.
 @pytest.mark.parametrize(
     ("kind", "loss_type"),
-    portion(product(KINDS, LOSS_TYPES), lambda case: (KINDS.index(case[0]) + LOSS_TYPES.index(case[1])) % 2 == 0),
+    portion(
+        product(KINDS, LOSS_TYPES), lambda case: (KINDS.index(case[0]) + LOSS_TYPES.index(case[1])) % 2 == 0
+    ),
 )
 def test_in_fp32_loss_and_every_gradient_are_within_1e_5(kind: str, loss_type: str) -> None:
     model, run = MODELS[kind], config(loss_type=loss_type, max_completion_length=64, token_budget=200)
@@ -246,7 +275,9 @@ def test_in_fp32_loss_and_every_gradient_are_within_1e_5(kind: str, loss_type: s
 def test_a_wrong_mask_would_be_seen() -> None:
     """The comparison can fail: the same loss with causal attention over the whole row is very different."""
     model = MODELS["qwen2"]
-    sequences = [TrainingSequence(f"a#{i}", (5, 6, 7), (8 + i, 9, 10), (-1.0,) * 3, (1.0,) * 3, 0.1) for i in range(2)]
+    sequences = [
+        TrainingSequence(f"a#{i}", (5, 6, 7), (8 + i, 9, 10), (-1.0,) * 3, (1.0,) * 3, 0.1) for i in range(2)
+    ]
     (pack,) = pack_sequences(sequences, 100)
     assert pack.ends is not None
     broken = replace(pack, ends=torch.full_like(pack.ends, len(pack.ends)))
@@ -258,7 +289,9 @@ def test_a_wrong_mask_would_be_seen() -> None:
 def test_shared_beginnings_and_equal_completions_take_no_second_place() -> None:
     shown = (11, 12, 13, 14)
     sequences = [
-        TrainingSequence(f"{p}#{s}", (*shown, p), completion, (-1.0,) * len(completion), (1.0,) * len(completion), 1.0)
+        TrainingSequence(
+            f"{p}#{s}", (*shown, p), completion, (-1.0,) * len(completion), (1.0,) * len(completion), 1.0
+        )
         for p in (21, 22)
         for s, completion in enumerate([(31, 32, 0), (31, 32, 0), (31, 33, 0)])
     ]
@@ -283,14 +316,18 @@ def filled_one_by_one(sequences: list[TrainingSequence], budget: int) -> int:
 
 @draws(100)
 @given(steps(), st.integers(1, 200))
-def test_packs_hold_every_token_once_and_keep_to_the_budget(sequences: list[TrainingSequence], budget: int) -> None:
+def test_packs_hold_every_token_once_and_keep_to_the_budget(
+    sequences: list[TrainingSequence], budget: int
+) -> None:
     packs = list(pack_sequences(sequences, budget))
     assert [s for pack in packs for s in pack.sequences] == sequences
     assert len(packs) <= filled_one_by_one(sequences, budget)
     for pack in packs:
         alone = max(len(s.prompt_ids) + len(s.completion_ids) - 1 for s in pack.sequences)
         assert pack.input_ids.shape[1] <= max(budget, alone)
-        assert pack.targets.tolist() == [s.completion_ids[i] for s in pack.sequences for i in sampled_places(s)]
+        assert pack.targets.tolist() == [
+            s.completion_ids[i] for s in pack.sequences for i in sampled_places(s)
+        ]
         assert pack.sizes == [len(sampled_places(s)) for s in pack.sequences]
         # The position that predicts a token sees exactly the ids before it. Each id is marked with its depth.
         mark = pack.input_ids[0] * 1000 + pack.position_ids[0]

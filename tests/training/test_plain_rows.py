@@ -1,4 +1,7 @@
-"""Models that cannot attend within a tree learn from plain rows. The trainer detects and reports it; gradients stay the same."""
+"""Models that cannot attend within a tree learn from plain rows.
+
+The trainer detects and reports it; gradients stay the same.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,12 @@ EXACT = {"sliding": sliding().double(), "stateful": make_stateful().double()}
 
 
 @draws(12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(sequences=steps(), kind=st.sampled_from(sorted(EXACT)), budget=st.integers(1, 200), chunk=st.integers(1, 40))
+@given(
+    sequences=steps(),
+    kind=st.sampled_from(sorted(EXACT)),
+    budget=st.integers(1, 200),
+    chunk=st.integers(1, 40),
+)
 def test_loss_and_gradients_equal_the_padded_reference(
     sequences: list[TrainingSequence], kind: str, budget: int, chunk: int
 ) -> None:
@@ -70,7 +78,9 @@ def test_the_codes_of_a_quantised_head_are_no_dtype_for_hidden_states() -> None:
 
 @draws(60)
 @given(steps(), st.integers(1, 200))
-def test_rows_hold_every_token_once_and_keep_to_the_budget(sequences: list[TrainingSequence], budget: int) -> None:
+def test_rows_hold_every_token_once_and_keep_to_the_budget(
+    sequences: list[TrainingSequence], budget: int
+) -> None:
     packs = list(pack_rows(sequences, budget))
     held = [s for pack in packs for s in pack.sequences]
     assert sorted(held, key=lambda s: s.name) == sorted(sequences, key=lambda s: s.name)
@@ -81,13 +91,19 @@ def test_rows_hold_every_token_once_and_keep_to_the_budget(sequences: list[Train
         paths = [(*s.prompt_ids, *s.completion_ids[: sampled_places(s)[-1]]) for s in pack.sequences]
         longest = max(map(len, paths))
         assert pack.input_ids.tolist() == [[*path, *[0] * (longest - len(path))] for path in paths]
-        places = [(row, len(s.prompt_ids) - 1 + i) for row, s in enumerate(pack.sequences) for i in sampled_places(s)]
+        places = [
+            (row, len(s.prompt_ids) - 1 + i)
+            for row, s in enumerate(pack.sequences)
+            for i in sampled_places(s)
+        ]
         assert pack.predictors.tolist() == [row * longest + place for row, place in places]
 
 
 @draws(100)
 @given(steps(), st.integers(1, 120), st.lists(st.integers(1, 3), min_size=20, max_size=20))
-def test_rows_of_a_unit_stay_together(sequences: list[TrainingSequence], budget: int, sizes: list[int]) -> None:
+def test_rows_of_a_unit_stay_together(
+    sequences: list[TrainingSequence], budget: int, sizes: list[int]
+) -> None:
     units = units_of(sequences, sizes)
     packs = list(pack_rows([s for unit in units for s in unit], budget))
     held = {tuple(unit[0].name for unit in units if unit[0] in pack.sequences): pack for pack in packs}
@@ -100,7 +116,9 @@ def test_rows_of_a_unit_stay_together(sequences: list[TrainingSequence], budget:
         assert len(own) == 1 or pack.input_ids.numel() <= budget
 
 
-def test_a_window_that_no_sequence_leaves_is_attended_within_a_tree(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_window_that_no_sequence_leaves_is_attended_within_a_tree(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert why_plain_rows(sliding(50), 50) is None
     assert why_plain_rows(make_model("llama"), 10**6) is None
     assert not needs_plain_rows([sliding(50)], 50)

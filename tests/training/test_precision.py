@@ -12,7 +12,13 @@ import torch
 from lockstep.config.run import engine_dtype, has_fast_bf16
 
 # The features of processors that PyTorch reports, as far as they matter here.
-EPYC_7003 = {"architecture": "x86_64", "avx2": True, "avx512_f": False, "avx512_bf16": False, "amx_bf16": False}
+EPYC_7003 = {
+    "architecture": "x86_64",
+    "avx2": True,
+    "avx512_f": False,
+    "avx512_bf16": False,
+    "amx_bf16": False,
+}
 SKYLAKE = {**EPYC_7003, "avx512_f": True, "avx512_vnni": True}
 PROCESSORS = {
     "AVX2": (EPYC_7003, False),
@@ -27,7 +33,9 @@ PROCESSORS = {
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_a_processor_has_fast_bf16_where_it_multiplies_in_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_has_fast_bf16_where_it_multiplies_in_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reported, fast = PROCESSORS[name]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: reported)
@@ -50,9 +58,12 @@ def test_a_gpu_decides_for_itself_and_not_by_emulation(native: bool, monkeypatch
 
 
 @pytest.mark.skipif(
-    platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="reads Linux's flags of an x86"
+    platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(),
+    reason="reads Linux's flags of an x86",
 )
-def test_what_is_asked_of_pytorch_is_what_the_kernel_says_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_asked_of_pytorch_is_what_the_kernel_says_of_this_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A name that PyTorch does not know (any more) would silently make every machine a slow one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -32,7 +32,12 @@ def order_of(
 def group(place: int, rewards: list[float]) -> RolloutGroup:
     prompt = Prompt(f"t/{place}", (1, place), "x")
     found = [
-        Rollout(Completion(RequestKey(prompt.prompt_id, i), prompt.ids, (5,), (-0.5,), (0,), "stop"), "x", {}, reward)
+        Rollout(
+            Completion(RequestKey(prompt.prompt_id, i), prompt.ids, (5,), (-0.5,), (0,), "stop"),
+            "x",
+            {},
+            reward,
+        )
         for i, reward in enumerate(rewards)
     ]
     return RolloutGroup(prompt, tuple(found))
@@ -58,7 +63,9 @@ def test_an_epoch_gives_each_prompt_at_most_once_a_generation(
     assert len(items) == len(batches) == size // prompts * parts
     for start_of in range(0, len(items), parts):
         generation = items[start_of : start_of + parts]
-        assert [part for item in generation for _, part in item] == [p for p in range(parts) for _ in range(prompts)]
+        assert [part for item in generation for _, part in item] == [
+            p for p in range(parts) for _ in range(prompts)
+        ]
         assert len({tuple(index for index, _ in item) for item in generation}) == 1
     seen = [index for item in items[::parts] for index, _ in item]
     assert len(seen) == len(set(seen))
@@ -85,7 +92,9 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
 def test_a_solved_prompt_is_in_no_later_pass_and_every_other_is_in_each(
     count: int, size: int, seed: int, hard: set[int], data: st.DataObject
 ) -> None:
-    """Compare with a step-by-step version that keeps a list of the pass's remaining prompts and a set of the solved ones."""
+    """Compare with a step-by-step version that keeps a list of the pass's remaining prompts and a set of the solved
+    ones.
+    """
     size = min(size, count)
     order, plain = order_of(count, size, seed, at=0.9), order_of(count, size, seed)
     solved: set[int] = set()
@@ -226,7 +235,9 @@ def test_what_is_begun_ahead_has_the_prompts_that_it_has_when_its_turn_comes(
             if number not in begun:
                 begun[number] = order.places(number)
                 # A prompt that was solved one pass and `ahead` generations earlier is not sampled again.
-                assert all(number < gone.get(place, number + 1) + ahead + count // size for place in begun[number])
+                assert all(
+                    number < gone.get(place, number + 1) + ahead + count // size for place in begun[number]
+                )
         if order.used_up(generation):
             return
         assert begun[generation] == order.places(generation)

@@ -49,7 +49,9 @@ def test_rows_become_prompts_with_names_and_columns() -> None:
 def test_a_row_that_is_too_long_or_cannot_be_rendered_is_named() -> None:
     tokenizer = make_tokenizer()
     with pytest.raises(InputError, match=r"train/1 has \d+ tokens; there is room for 20"):
-        load_prompts(Dataset.from_dict({"prompt": ["ok", "z" * 100]}), "train", tokenizer, max_prompt_length=20)
+        load_prompts(
+            Dataset.from_dict({"prompt": ["ok", "z" * 100]}), "train", tokenizer, max_prompt_length=20
+        )
     with pytest.raises(InputError, match="prompt train/1: a prompt has no tokens"):
         load_prompts(Dataset.from_dict({"prompt": ["ok", ""]}), "train", tokenizer, max_prompt_length=20)
 
@@ -90,7 +92,11 @@ def test_sequences_carry_their_own_groups_advantage_and_their_steps_weight() -> 
 
 def test_two_optimizer_steps_of_one_generation_are_normalised_apart() -> None:
     config = GRPOConfig(
-        output_dir="u", per_device_train_batch_size=2, steps_per_generation=2, num_generations=2, save_steps=10
+        output_dir="u",
+        per_device_train_batch_size=2,
+        steps_per_generation=2,
+        num_generations=2,
+        save_steps=10,
     )
     generation = prepare_generation(
         scored([[1.0, 0.0], [3.0, 2.0]], [[2, 4], [1, 3]]), GRPOObjective(config), version=5
@@ -137,7 +143,8 @@ def test_special_tokens_that_nobody_asked_for_are_said_and_can_be_switched_off(
 
 
 _ASKS_FOR_KEYS = (
-    "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls|length != 1 %}{{ raise_exception('one call') }}"
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls|length != 1 %}{{ "
+    "raise_exception('one call') }}"
     "{% endif %}{{ m.tool_calls[0].function.arguments|tojson }}{% elif 'name' in m %}{{ m.name + m.content }}{% else %}"
     "{{ m.content }}{% endif %}{% endfor %}"
 )
@@ -146,10 +153,18 @@ _ASKS_FOR_KEYS = (
 def test_a_key_that_only_other_messages_have_is_not_there(tmp_path: Path) -> None:
     def calls(**arguments: int) -> dict[str, Any]:
         function = {"name": "f", "arguments": arguments}
-        return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+        return {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": function}],
+        }
 
     end = {"role": "user", "content": "and now"}
-    rows = [[end], [end, calls(one=1), {"role": "tool", "name": "f", "content": "2"}, end], [end, calls(other=2), end]]
+    rows = [
+        [end],
+        [end, calls(one=1), {"role": "tool", "name": "f", "content": "2"}, end],
+        [end, calls(other=2), end],
+    ]
     tokenizer = make_tokenizer()
     tokenizer.chat_template = _ASKS_FOR_KEYS
     data = Dataset.from_list([{"prompt": messages} for messages in rows])
@@ -197,7 +212,10 @@ def test_rollouts_without_a_reward_are_counted_and_in_no_mean() -> None:
 def test_the_mean_of_a_function_is_over_its_scores_and_absent_without_any() -> None:
     (group,) = scored([[1.0, 0.0]], [[1, 1]])
     log = StepLog()
-    for scores in ([{"f": 3.0, "g": None}, {"f": None, "g": None}], [{"f": 1.0, "g": 4.0}, {"f": 2.0, "g": None}]):
+    for scores in (
+        [{"f": 3.0, "g": None}, {"f": None, "g": None}],
+        [{"f": 1.0, "g": 4.0}, {"f": 2.0, "g": None}],
+    ):
         rollouts = tuple(replace(r, scores=given) for r, given in zip(group.rollouts, scores, strict=True))
         log.note(rollout_metrics([replace(group, rollouts=rollouts)]))
     taken = log.take(PhaseClock())
@@ -210,5 +228,7 @@ def test_the_mean_of_a_function_is_over_its_scores_and_absent_without_any() -> N
 
 def test_the_interval_leaves_out_rollouts_and_problems_without_a_reward() -> None:
     whole = mean_with_interval(scored([[1.0, 1.0], [0.0], [1.0, 0.0]], [[1, 1], [1], [1, 1]]))
-    groups = scored([[1.0, NONE, 1.0], [0.0, NONE], [NONE, NONE], [1.0, 0.0]], [[1] * 3, [1] * 2, [1] * 2, [1] * 2])
+    groups = scored(
+        [[1.0, NONE, 1.0], [0.0, NONE], [NONE, NONE], [1.0, 0.0]], [[1] * 3, [1] * 2, [1] * 2, [1] * 2]
+    )
     assert mean_with_interval(groups) == whole

@@ -120,8 +120,16 @@ def test_its_loss_is_that_of_one_step_however_many_completions_there_are(make: M
 
 
 def test_a_loss_ends_a_run_early_and_chooses_the_best_checkpoint(make: Make) -> None:
-    fields = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 6}
-    run = make(beta=0.5, load_best_model_at_end=True, metric_for_best_model="loss", learning_rate=5e-3, **fields)
+    fields = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "max_steps": 6,
+    }
+    run = make(
+        beta=0.5, load_best_model_at_end=True, metric_for_best_model="loss", learning_rate=5e-3, **fields
+    )
     run.add_callback(EarlyStoppingCallback(early_stopping_patience=1))
     run.train()
     losses = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
@@ -185,10 +193,15 @@ def columns_of_the_next(groups: list[RolloutGroup]) -> list[RolloutGroup]:
         (columns_of_the_next, "are not those of the evaluation set"),
         (lambda groups: groups[1:], "are not those of the evaluation set"),
         (lambda groups: [*groups, groups[0]], "are not those of the evaluation set"),
-        (lambda groups: [replace(g, rollouts=g.rollouts[:1]) for g in groups], "another number of completions than 2"),
+        (
+            lambda groups: [replace(g, rollouts=g.rollouts[:1]) for g in groups],
+            "another number of completions than 2",
+        ),
     ],
 )
-def test_an_evaluation_of_other_rows_or_by_another_engine_is_refused(make: Make, change: Any, says: str) -> None:
+def test_an_evaluation_of_other_rows_or_by_another_engine_is_refused(
+    make: Make, change: Any, says: str
+) -> None:
     run = make()
     with sampled_otherwise(run, change), pytest.raises(ProofError, match=says):
         run.evaluate()
@@ -202,7 +215,9 @@ def test_rows_that_changed_after_the_trainer_was_made_are_not_the_evaluation_set
         run.evaluate()
 
 
-def test_an_evaluation_on_training_prompts_is_told_and_counted(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_on_training_prompts_is_told_and_counted(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make(Dataset.from_dict({"prompt": [PROMPTS[2]["prompt"], "something else", PROMPTS[0]["prompt"]]}))
     said = "lockstep: 2 of 3 evaluation prompts are training prompts too (eval/0 first)"
     assert said in "".join(capsys.readouterr())

@@ -1,4 +1,6 @@
-"""A run goes on only with the state, the data, the rewards and the settings with which it stopped, or says what has changed."""
+"""A run goes on only with the state, the data, the rewards and the settings with which it stopped, or says what has
+changed.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", CHANGED)
-def test_changed_inputs_are_refused_and_taken_where_that_is_asked_for(make: Make, tmp_path: Path, what: str) -> None:
+def test_changed_inputs_are_refused_and_taken_where_that_is_asked_for(
+    make: Make, tmp_path: Path, what: str
+) -> None:
     arguments, fields, named = CHANGED[what]
     make(tmp_path).train()
     with pytest.raises(InputError, match=f"these have changed since: {named}. Put the old ones back"):
@@ -159,7 +163,9 @@ MODELS: dict[str, tuple[dict[str, Any], bool, dict[str, Any], str]] = {
 
 # What is compared of a given reference and of one that is loaded is one function.
 @pytest.mark.parametrize("what", portion(MODELS, lambda what: what in ("config", "base")))
-def test_a_run_goes_on_only_with_the_model_with_which_it_began(untied_dir: str, tmp_path: Path, what: str) -> None:
+def test_a_run_goes_on_only_with_the_model_with_which_it_began(
+    untied_dir: str, tmp_path: Path, what: str
+) -> None:
     """The trainer starts its own engine, so that both load the same folder."""
     config, other_weights, how, named = MODELS[what]
 
@@ -176,7 +182,10 @@ def test_a_run_goes_on_only_with_the_model_with_which_it_began(untied_dir: str, 
     other = other_folder(untied_dir, tmp_path / "other", **config)
     if other_weights:
         changed_weights(other)
-    with closing(run(other, max_steps=3)) as again, pytest.raises(InputError, match=f"changed since: {named}. Put"):
+    with (
+        closing(run(other, max_steps=3)) as again,
+        pytest.raises(InputError, match=f"changed since: {named}. Put"),
+    ):
         resume(again, tmp_path / "run")
     with closing(run(other, max_steps=3, resume_with_changes=True)) as wanted:
         resume(wanted, tmp_path / "run")
@@ -187,7 +196,9 @@ def test_a_run_goes_on_only_with_the_model_with_which_it_began(untied_dir: str, 
         assert same.state.global_step == 4
 
 
-def test_weights_that_every_checkpoint_has_may_be_gone_from_the_models_folder(untied_dir: str, tmp_path: Path) -> None:
+def test_weights_that_every_checkpoint_has_may_be_gone_from_the_models_folder(
+    untied_dir: str, tmp_path: Path
+) -> None:
     def run(place: str, steps: int) -> Any:
         wanted = {**SAVES, "use_vllm": False, "max_steps": steps}
         return methods.make("GRPO", place, tmp_path / "run", None, wanted)  # type: ignore[arg-type]
@@ -212,7 +223,9 @@ def test_other_versions_devices_or_threads_are_a_warning_or_refused_where_bits_m
     run.args.full_determinism = bitwise
     run.inputs["surroundings"] = {**run.inputs["surroundings"], "threads": 99}
     if what == "refused":
-        with pytest.raises(InputError, match=r"equal to the bit, and the run began elsewhere: threads was \d+, is 99"):
+        with pytest.raises(
+            InputError, match=r"equal to the bit, and the run began elsewhere: threads was \d+, is 99"
+        ):
             run.check_resume(True)
         return
     run.check_resume(True)
@@ -252,7 +265,9 @@ def test_a_checkpoint_of_another_run_is_refused(make: Make, tmp_path: Path) -> N
     here = tmp_path / "one"
     shutil.rmtree(here / "checkpoint-2")
     shutil.copytree(tmp_path / "other" / "checkpoint-2", here / "checkpoint-2")
-    with pytest.raises(InputError, match=r"digests.json of checkpoint-2 was changed, or is of another checkpoint"):
+    with pytest.raises(
+        InputError, match=r"digests.json of checkpoint-2 was changed, or is of another checkpoint"
+    ):
         resume(make(here, max_steps=3), here)
     with pytest.raises(InputError, match="checkpoint-2 was written with another receipt"):
         check_receipt(here / RECEIPT)
@@ -364,7 +379,9 @@ def test_a_resumed_run_renders_with_the_time_of_its_first_start(
         InputError, match=r"train data\. The chat template contains the time.*Set resume_from_checkpoint="
     ):
         other.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
-    named = make(tmp_path / "other", with_clock(), resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    named = make(
+        tmp_path / "other", with_clock(), resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4")
+    )
     assert times(named) == {moment}
     caplog.clear()
     named.args.resume_from_checkpoint = None

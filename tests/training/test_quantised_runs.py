@@ -1,4 +1,6 @@
-"""Runs that sample with weights in 8 bits: every proof is on, the gap is explained, and importance weights correct for it."""
+"""Runs that sample with weights in 8 bits: every proof is on, the gap is explained, and importance weights correct
+for it.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(
 def test_an_engine_that_the_run_did_not_ask_for_is_refused(
     untied_dir: str, tmp_path: Path, engine: VLLMInProcess
 ) -> None:
-    with pytest.raises(ProofError, match="quantization is 'fp8_per_channel' in the engine, training assumes None"):
+    with pytest.raises(
+        ProofError, match="quantization is 'fp8_per_channel' in the engine, training assumes None"
+    ):
         trainer(untied_dir, tmp_path, engine, bf16=True)
 
 

@@ -42,6 +42,8 @@ def test_in_fp32_every_sampled_token_of_every_step_agrees_within_1e_3(tmp_path: 
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logs) == 2
     assert all(entry["parity/max_abs_gap"] <= 1e-3 for entry in logs)
-    assert all(entry["parity/checked_tokens"] == round(8 * entry["completions/mean_length"]) for entry in logs)
+    assert all(
+        entry["parity/checked_tokens"] == round(8 * entry["completions/mean_length"]) for entry in logs
+    )
     # The tied embedding has changed, and so has the head, of which the engine keeps a packed copy.
     assert float((trainer.model.get_input_embeddings().weight.detach() - before).abs().max()) > 1e-5

@@ -1,4 +1,6 @@
-"""Layers that keep only their products: the same gradients to the bit, less memory, no product computed twice, full clean-up."""
+"""Layers that keep only their products: the same gradients to the bit, less memory, no product computed twice, full
+clean-up.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ Build = Callable[[], PreTrainedModel]
 def experts() -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = MixtralConfig(vocab_size=384, num_key_value_heads=1, num_local_experts=4, initializer_range=0.3, **sizes)
+    config = MixtralConfig(
+        vocab_size=384, num_key_value_heads=1, num_local_experts=4, initializer_range=0.3, **sizes
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
@@ -102,7 +106,10 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepared(build: Build, monkeypatch: pytest.MonkeyPatch) -> tuple[PreTrainedModel, Pack]:
-    """A model that has no room for layers that keep everything, and a pack. What its layers keep was measured before."""
+    """A model that has no room for layers that keep everything, and a pack.
+
+    What its layers keep was measured before.
+    """
     model = build().train()
     adopt_tree_attention(causal_model(model))
     pack = pack_for(model)
@@ -186,7 +193,9 @@ def left_bytes(model: PreTrainedModel, pack: Pack) -> int:
 def test_a_forward_leaves_much_less(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, pack = prepared(MODELS[kind], monkeypatch)
     # The layers then need most of the memory.
-    monkeypatch.setattr(scoring, "token_logps", lambda head, hidden, *a, **k: (hidden.sum(1), hidden.sum(1).detach()))
+    monkeypatch.setattr(
+        scoring, "token_logps", lambda head, hidden, *a, **k: (hidden.sum(1), hidden.sum(1).detach())
+    )
     lean = left_bytes(model, pack)
     plainly(monkeypatch)
     # Attention itself keeps no scores in either case.
@@ -311,7 +320,9 @@ def test_a_users_own_checkpointing_of_the_full_model_gives_the_same_gradients_to
         with Counting() as counting:
             loss = forward(model, pack)
             loss.backward()
-        results.append({"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()})
+        results.append(
+            {"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
+        )
         products.append(sum(counting.calls[product] for product in (ATEN.mm.default, ATTENTION)))
     # Recomputation was used: operations whose results are usually kept were computed once more.
     assert products[1] > products[0]

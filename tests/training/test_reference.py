@@ -1,4 +1,6 @@
-"""The reference model starts as the policy, changes only if it is configured to follow, and costs nothing with an adapter."""
+"""The reference model starts as the policy, changes only if it is configured to follow, and costs nothing with an
+adapter.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_the_reference_is_the_policy_of_the_start_and_the_divergence_from_it_beg
     untied_dir: str, tmp_path: Path, hf_engine: Engine, method: str, adapter: bool
 ) -> None:
     arguments = {"peft_config": lora()} if adapter else {}
-    run = make(method, untied_dir, tmp_path, hf_engine, {**WITH_REFERENCE[method], "max_steps": 3}, **arguments)
+    run = make(
+        method, untied_dir, tmp_path, hf_engine, {**WITH_REFERENCE[method], "max_steps": 3}, **arguments
+    )
     start_weights, trained = parameters(make_model()), parameters(run.model)
     run.train()
     assert not same(parameters(run.model), trained)
@@ -85,7 +89,12 @@ def test_a_reference_that_is_told_to_follows_by_its_share_at_its_steps_alone(
             policies.append(parameters(run.model))
             references.append(parameters(reference_of(run)))
 
-    fields = {"sync_ref_model": True, "ref_model_mixup_alpha": 0.25, "ref_model_sync_steps": 2, "max_steps": 5}
+    fields = {
+        "sync_ref_model": True,
+        "ref_model_mixup_alpha": 0.25,
+        "ref_model_sync_steps": 2,
+        "max_steps": 5,
+    }
     run = make("GRPO", untied_dir, tmp_path, hf_engine, {**WITH_REFERENCE["GRPO"], **fields})
     policies, references = [parameters(run.model)], [parameters(reference_of(run))]
     run.add_callback(Watch())
@@ -195,7 +204,9 @@ class Norms(TrainerCallback):
         self.found.append(float(torch.stack([p.grad.norm() for p in parts]).norm()))
 
 
-def test_the_value_head_is_clipped_with_the_policy(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_the_value_head_is_clipped_with_the_policy(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     run = make("PPO", untied_dir, tmp_path, hf_engine, {**ALONE, "max_steps": 2, "max_grad_norm": 0.01})
     norms = Norms(run)
     run.add_callback(norms)

@@ -26,7 +26,9 @@ class Judge:
     def __init__(self, verdicts: list[Any]) -> None:
         self._verdicts = verdicts
 
-    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[Any]:
+    def judge(
+        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
+    ) -> list[Any]:
         return self._verdicts
 
 
@@ -36,7 +38,9 @@ async def late(**_: Any) -> list[float]:
 
 @pytest.mark.parametrize("method", FIELDS)
 def test_scores_of_the_wrong_number_are_named_before_a_model_is_loaded(tmp_path: Path, method: str) -> None:
-    with pytest.raises(InputError, match=r"returned 0 scores for \d completions? \(in a rehearsal before any model"):
+    with pytest.raises(
+        InputError, match=r"returned 0 scores for \d completions? \(in a rehearsal before any model"
+    ):
         make(method, NOWHERE, tmp_path, ENGINE, FIELDS[method], reward_funcs=lambda **_: [])
 
 
@@ -61,7 +65,11 @@ def test_whatever_a_function_gets_wrong_is_named_before_a_model_is_loaded(
 
 @pytest.mark.parametrize(
     ("verdicts", "message"),
-    [(["first"], "returned 'first'"), ([0, 1], "returned 2 verdicts for 1 pairs"), ([2], "returned 2, not 0 or 1")],
+    [
+        (["first"], "returned 'first'"),
+        ([0, 1], "returned 2 verdicts for 1 pairs"),
+        ([2], "returned 2, not 0 or 1"),
+    ],
 )
 def test_a_judge_that_answers_something_else_is_named_before_a_model_is_loaded(
     tmp_path: Path, verdicts: list[Any], message: str
@@ -86,7 +94,9 @@ MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content
     [("2 + 2 =", "2 + 2 ="), (MESSAGES, [{"role": "assistant", "content": "2 + 2?"}])],
     ids=["text", "messages"],
 )
-def test_a_function_is_called_as_in_training_with_the_first_row(tmp_path: Path, prompt: Any, completion: Any) -> None:
+def test_a_function_is_called_as_in_training_with_the_first_row(
+    tmp_path: Path, prompt: Any, completion: Any
+) -> None:
     calls: list[dict[str, Any]] = []
 
     def reward(**given: Any) -> list[float]:
@@ -94,7 +104,9 @@ def test_a_function_is_called_as_in_training_with_the_first_row(tmp_path: Path, 
         return [1.0] * len(given["completions"])
 
     data = Dataset.from_list([{"prompt": prompt, "answer": "4"}, {"prompt": prompt, "answer": "5"}])
-    config = GRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=3, num_generations=3, bf16=False)
+    config = GRPOConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=3, num_generations=3, bf16=False
+    )
     rehearse_functions([reward], data, config)
     (call,) = calls
     assert call["prompts"] == [prompt] * 3
@@ -117,7 +129,9 @@ def test_a_function_that_raises_at_made_up_text_is_told_of_and_no_reason_to_stop
         return [json.loads(text)["score"] for text in completions]
 
     class Raising:
-        def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
+        def judge(
+            self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
+        ) -> list[int]:
             raise KeyError("unknown")
 
     for method, arguments in (

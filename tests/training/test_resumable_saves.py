@@ -1,4 +1,6 @@
-"""For all settings of checkpoints and logs, a checkpoint is saved only after a step from which the run resumes to the bit."""
+"""For all settings of checkpoints and logs, a checkpoint is saved only after a step from which the run resumes to the
+bit.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ def steps_saved(folder: Path) -> list[int]:
     ids=["a share of the run", "logs at a share", "a log after the checkpoint", "ends of epochs"],
 )
 def test_a_run_is_resumed_to_the_bit_from_every_checkpoint_that_it_leaves(
-    untied_dir: str, tmp_path: Path, hf_engine: Engine, fields: dict[str, Any], saved: list[int], logged: list[int]
+    untied_dir: str,
+    tmp_path: Path,
+    hf_engine: Engine,
+    fields: dict[str, Any],
+    saved: list[int],
+    logged: list[int],
 ) -> None:
     fields = {**GROUPS, "save_strategy": "steps", "max_steps": 6, **fields}
     whole = make("GRPO", untied_dir, tmp_path, hf_engine, fields)
@@ -56,7 +63,9 @@ def test_a_checkpoint_that_is_moved_is_said(
     assert "there is one every 4 instead" in said
 
 
-def test_a_resumed_run_logs_and_saves_as_it_is_asked_now(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_a_resumed_run_logs_and_saves_as_it_is_asked_now(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     fields = {**GROUPS, "save_strategy": "steps", "max_steps": 6}
     make("GRPO", untied_dir, tmp_path, hf_engine, {**fields, "save_steps": 2, "max_steps": 2}).train()
     resumed = make("GRPO", untied_dir, tmp_path, hf_engine, {**fields, "save_steps": 3, "logging_steps": 4})
@@ -70,6 +79,8 @@ def test_the_last_steps_of_a_run_are_logged(untied_dir: str, tmp_path: Path, hf_
     run.train()
     assert [entry["step"] for entry in logs(run)] == [2, 3]
     (
-        silent := make("GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, "max_steps": 1, "logging_strategy": "no"})
+        silent := make(
+            "GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, "max_steps": 1, "logging_strategy": "no"}
+        )
     ).train()
     assert logs(silent) == []

@@ -1,4 +1,6 @@
-"""The rollouts of training that a run keeps: every value as the trainer had it, within a limit, whole after a kill or a failure."""
+"""The rollouts of training that a run keeps: every value as the trainer had it, within a limit, whole after a kill or
+a failure.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,17 @@ def by_length(completion_ids: list[list[int]], log_extra: Any, **_: Any) -> list
 
 @pytest.fixture(scope="module")
 def engine(untied_dir: str) -> Engine:
-    return TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT)
+    return TransformersEngine(
+        untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT
+    )
 
 
 def trainer(model: str, folder: Path, engine: Engine, **fields: Any) -> GRPOTrainer:
-    base: dict[str, Any] = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8}
+    base: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+    }
     base |= {
         "max_steps": 3,
         "logging_steps": 1,
@@ -49,7 +57,9 @@ def trainer(model: str, folder: Path, engine: Engine, **fields: Any) -> GRPOTrai
         "report_to": "none",
     }
     base |= {"temperature": 0.75, "recheck_rewards": False}
-    return GRPOTrainer(model, by_length, GRPOConfig(str(folder), **{**base, **fields}), PROMPTS, engine=engine)
+    return GRPOTrainer(
+        model, by_length, GRPOConfig(str(folder), **{**base, **fields}), PROMPTS, engine=engine
+    )
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +71,9 @@ def run(untied_dir: str, tmp_path_factory: pytest.TempPathFactory, engine: Engin
 
 def same(one: KeptRollout, other: KeptRollout) -> bool:
     values = [[getattr(r, name) for name in KeptRollout.__slots__] for r in (one, other)]
-    return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in zip(*values, strict=True))
+    return all(
+        np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in zip(*values, strict=True)
+    )
 
 
 def test_each_step_is_a_file_with_every_value_of_its_generation(run: GRPOTrainer) -> None:
@@ -88,7 +100,10 @@ def test_each_step_is_a_file_with_every_value_of_its_generation(run: GRPOTrainer
         assert found.scores == dict(rollout.scores)
         assert found.reward == (rollout.reward if rollout.scored else None)
         assert found.extra == {"first": branch.token_ids[0]}
-        assert (found.finish_reason, list(found.finish_reasons)) == (branch.finish_reason, list(rollout.finish_reasons))
+        assert (found.finish_reason, list(found.finish_reasons)) == (
+            branch.finish_reason,
+            list(rollout.finish_reasons),
+        )
         assert found.advantage == pytest.approx(float(advantages[found.name].mean()))
     assert {found.reward is None for found in kept} == {True, False}
 
@@ -104,7 +119,9 @@ def test_the_trainers_log_probs_are_those_of_the_weights_that_sampled(
             RequestKey(found.prompt_id, found.sample), found.prompt_ids, found.completion_ids, found.logprobs,
             found.weight_versions, "stop",
         )  # fmt: skip
-        own = sampled_logps(start.model, completion, start.proofs.distribution, start.config.precision).numpy()
+        own = sampled_logps(
+            start.model, completion, start.proofs.distribution, start.config.precision
+        ).numpy()
         assert np.abs(own - found.policy_logprobs).max() < 1e-5
         assert found.gaps is not None
         assert 0 < np.abs(found.gaps).max() < 1e-4
@@ -123,7 +140,9 @@ def test_datasets_reads_all_files_as_one_table(run: GRPOTrainer, tmp_path: Path)
     assert {"prompt", "completion", "completion_ids", "logprobs", "rewards/by_length", "advantage"} <= set(
         table.column_names
     )
-    assert table[0]["completion_ids"] == next(read_rollouts(Path(run.args.output_dir))).completion_ids.tolist()
+    assert (
+        table[0]["completion_ids"] == next(read_rollouts(Path(run.args.output_dir))).completion_ids.tolist()
+    )
 
 
 def test_a_resumed_run_keeps_the_same_rollouts(
@@ -144,7 +163,9 @@ def test_none_are_kept_where_the_limit_is_zero(untied_dir: str, tmp_path: Path, 
     assert not (tmp_path / "rollouts").exists()
 
 
-def test_the_command_pages_through_kept_rollouts(run: GRPOTrainer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_pages_through_kept_rollouts(
+    run: GRPOTrainer, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = str(run.args.output_dir)
     kept = [r for r in read_rollouts(Path(folder), [2]) if r.reward is not None]
     best = max(kept, key=lambda r: r.reward or 0.0)
@@ -158,7 +179,8 @@ def test_the_command_pages_through_kept_rollouts(run: GRPOTrainer, capsys: pytes
     assert "has no rollouts of step 9" in capsys.readouterr().err
 
 
-# ---- without a run ------------------------------------------------------------------------------------------------------
+# ---- without a run
+# ------------------------------------------------------------------------------------------------------
 
 
 def conversation() -> Generation:
@@ -170,15 +192,26 @@ def conversation() -> Generation:
     notes = {"messages": [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]}
     rollout = Rollout(first, "said", {"f": 1.0, "g": None}, 1.0, {}, (second,), turns, notes)
     failed = Rollout(
-        Completion(RequestKey("p", 1), [1, 2], [], [], [], "stop"), "", {"f": None, "g": None}, notes={"failed": "why"}
+        Completion(RequestKey("p", 1), [1, 2], [], [], [], "stop"),
+        "",
+        {"f": None, "g": None},
+        notes={"failed": "why"},
     )
     sequences = (
         TrainingSequence(
-            str(first.key), [1, 2], [5, 6, 7], [-1.0, -2.0], [0.5, -0.5], sampled=[True, False, True], rollout="p#0"
+            str(first.key),
+            [1, 2],
+            [5, 6, 7],
+            [-1.0, -2.0],
+            [0.5, -0.5],
+            sampled=[True, False, True],
+            rollout="p#0",
         ),
         TrainingSequence(str(second.key), [1, 2, 9], [8], [-3.0], [2.0], rollout="p#0"),
     )
-    source = [{"role": "user", "content": [{"type": "image", "image": object()}, {"type": "text", "text": "what?"}]}]
+    source = [
+        {"role": "user", "content": [{"type": "image", "image": object()}, {"type": "text", "text": "what?"}]}
+    ]
     return Generation(4, (RolloutGroup(Prompt("p", [1, 2], source), (rollout, failed)),), (sequences,))
 
 
@@ -193,11 +226,18 @@ def test_inserted_ids_have_zeros_and_each_branch_has_its_own_turns(tmp_path: Pat
     assert first.advantages.tolist() == [0.5, 0.0, -0.5]
     assert first.policy_logprobs.tolist() == [-1.5, 0.0, -2.25]
     assert first.gaps.tolist() == [0.5, 0.0, 0.25]
-    assert (list(first.turn_ends), list(second.turn_ends), list(second.finish_reasons)) == ([1, 3], [1], ["length"])
+    assert (list(first.turn_ends), list(second.turn_ends), list(second.finish_reasons)) == (
+        [1, 3],
+        [1],
+        ["length"],
+    )
     assert first.advantage == second.advantage == pytest.approx(2 / 3)
     assert second.policy_logprobs is None
     assert first.messages == [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
-    assert first.prompt[0]["content"] == [{"type": "image", "image": "<object>"}, {"type": "text", "text": "what?"}]
+    assert first.prompt[0]["content"] == [
+        {"type": "image", "image": "<object>"},
+        {"type": "text", "text": "what?"},
+    ]
     assert (failed.failed, failed.reward, failed.advantages, failed.advantage) == ("why", None, None, None)
     assert first.scores == {"f": 1.0, "g": None}
     assert first.extra == {}, "no function logged anything"

@@ -1,4 +1,6 @@
-"""The auxiliary loss of a mixture of experts is that of the padded reference for every cut of a step, and is added or refused."""
+"""The auxiliary loss of a mixture of experts is that of the padded reference for every cut of a step, and is added or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,11 @@ def test_loss_and_gradients_equal_the_padded_reference(
     loss = reference_loss(model, sequences, run) + 0.5 * balance
     loss.backward()
     expected = taken(model)
-    objective, sums, policy = GRPOObjective(run), UpdateSums(TokenEvidence()), policy_of(model, plain_rows=plain_rows)
+    objective, sums, policy = (
+        GRPOObjective(run),
+        UpdateSums(TokenEvidence()),
+        policy_of(model, plain_rows=plain_rows),
+    )
     objective.router_coefficient = 0.5
     size = -(-len(sequences) // parts)
     batches = [sequences[i : i + size] for i in range(0, len(sequences), size)]
@@ -110,7 +116,9 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_family("mixtral", tmp_path_factory.mktemp("mixtral"), router_aux_loss_coef=0.02)
 
 
-def test_the_cut_of_a_step_does_not_change_a_gradient_or_the_logged_loss(mixtral: str, tmp_path: Path) -> None:
+def test_the_cut_of_a_step_does_not_change_a_gradient_or_the_logged_loss(
+    mixtral: str, tmp_path: Path
+) -> None:
     engine = shifted_engine(mixtral)
     fields: dict[str, Any] = {"router_aux_loss_coef": 0.5, "model_init_kwargs": DOUBLE}
     whole = make_case("grpo-grpo", mixtral, tmp_path / "whole", engine=engine, **fields)
@@ -179,7 +187,9 @@ def test_output_router_logits_of_the_users_config_is_taken(mixtral: str, tmp_pat
 
 def test_a_weight_for_a_model_without_experts_is_refused(untied_dir: str, tmp_path: Path) -> None:
     fields = {**FIELDS["GRPO"], "router_aux_loss_coef": 0.1}
-    with pytest.raises(InputError, match=r"router_aux_loss_coef=0\.1, and Qwen2ForCausalLM is no mixture of experts"):
+    with pytest.raises(
+        InputError, match=r"router_aux_loss_coef=0\.1, and Qwen2ForCausalLM is no mixture of experts"
+    ):
         make("GRPO", untied_dir, tmp_path, start("transformers", untied_dir), fields)
 
 
@@ -189,7 +199,9 @@ def test_the_loss_of_each_family_is_the_usual_one_also_in_bf16(kind: str) -> Non
     check_routers(make_family(kind).bfloat16())
 
 
-def test_a_family_with_another_loss_is_refused(mixtral: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_with_another_loss_is_refused(
+    mixtral: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usual = modeling_mixtral.load_balancing_loss_func
     engine = start("transformers", mixtral)
     # A mean over the losses of the layers, as some papers define it.

@@ -1,7 +1,8 @@
 """Whole runs as a user starts them: the same again, interrupted, killed, and out of disk.
 
-Real vLLM generates, with a tiny model. What decides is `metrics.jsonl`, which must be the same up to its times. A run that is sent
-a signal, or that runs out of disk, has a process of its own; the others are calls of the command line in this process.
+Real vLLM generates, with a tiny model. What decides is `metrics.jsonl`, which must be the same up to its times. A run
+that is sent a signal, or that runs out of disk, has a process of its own; the others are calls of the command line in
+this process.
 """
 
 from __future__ import annotations
@@ -126,7 +127,11 @@ class TestRuns:
         assert [entry["version"] for entry in steps] == list(range(STEPS))
 
         page = (uninterrupted / "report.html").read_text()
-        for words in ("All proofs passed; finished after 8 steps", "Held-out rollouts", "Rollouts through training"):
+        for words in (
+            "All proofs passed; finished after 8 steps",
+            "Held-out rollouts",
+            "Rollouts through training",
+        ):
             assert words in page
         assert len(list((uninterrupted / "rollouts").iterdir())) == STEPS
         last = uninterrupted / f"checkpoint-{STEPS}"
@@ -166,8 +171,8 @@ def test_another_seed_gives_another_run_and_the_same_seed_the_same(home: Path, u
 
 def test_a_full_disk_is_one_error_and_keeps_the_last_good_checkpoint(home: Path, untied_dir: str) -> None:
     words = command(home, untied_dir, "full", use_vllm=False, max_steps=4, eval_size=0)
-    # The first reward call is the rehearsal, and the fourth belongs to step 3: checkpoint-2 is complete, checkpoint-4 cannot be
-    # written.
+    # The first reward call is the rehearsal, and the fourth belongs to step 3: checkpoint-2 is complete, checkpoint-4
+    # cannot be written.
     failed = in_a_process(words, TEST_DISK_FULL_AT="4")
     assert failed.returncode == 1, failed.stdout + failed.stderr
     (line,) = failed.stderr.strip().splitlines()
@@ -208,7 +213,9 @@ def test_several_updates_a_generation_run_through_the_command_line(home: Path, u
     summary = json.loads((home / "twice" / "summary.json").read_text())
     lines = [line for line in curve(home / "twice") if "completions/mean_length" in line and "loss" in line]
     # There are two generations; the trainer learns from each twice, and each counts once.
-    assert summary["parity"]["checked_tokens"] == round(sum(8 * line["completions/mean_length"] for line in lines))
+    assert summary["parity"]["checked_tokens"] == round(
+        sum(8 * line["completions/mean_length"] for line in lines)
+    )
 
 
 def test_without_vllm_the_same_command_runs_and_says_so(
@@ -231,7 +238,12 @@ def test_without_vllm_the_same_command_runs_and_says_so(
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    home: Path, untied_dir: str, fields: dict[str, Any], code: int, message: str, capsys: pytest.CaptureFixture[str]
+    home: Path,
+    untied_dir: str,
+    fields: dict[str, Any],
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(command(home, untied_dir, "bad", use_vllm=False, **fields)) == code
     (line,) = capsys.readouterr().err.strip().splitlines()

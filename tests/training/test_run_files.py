@@ -42,14 +42,26 @@ def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def engine(untied_dir: str) -> Engine:
-    return TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT)
+    return TransformersEngine(
+        untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT
+    )
 
 
 @pytest.fixture
 def make(untied_dir: str, tmp_path: Path, engine: Engine) -> Callable[..., GRPOTrainer]:
     def made(data: Any = None, **fields: Any) -> GRPOTrainer:
-        base: dict[str, Any] = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8}
-        base |= {"max_steps": 3, "logging_steps": 1, "save_strategy": "no", "bf16": False, "learning_rate": 1e-3}
+        base: dict[str, Any] = {
+            "per_device_train_batch_size": 8,
+            "num_generations": 4,
+            "max_completion_length": 8,
+        }
+        base |= {
+            "max_steps": 3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "bf16": False,
+            "learning_rate": 1e-3,
+        }
         base |= {"report_to": "none", "num_generations_eval": 2, "recheck_rewards": False}
         config = GRPOConfig(str(tmp_path / "run"), **{**base, **fields})
         return GRPOTrainer(untied_dir, by_length, config, PROMPTS, data, engine=engine)
@@ -71,7 +83,9 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_source_tree_that_is_not_installed_has_no_version_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_tree_that_is_not_installed_has_no_version_and_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def version(name: str) -> str:
         if name == "lockstep-rl":
             raise PackageNotFoundError(name)
@@ -92,11 +106,14 @@ def test_a_script_leaves_the_files_of_the_command_line(
     run, folder = make(HELD_OUT), tmp_path / "run"
     before = run.evaluate()
     pages: dict[int, str] = {}
-    run.add_callback(Seen(lambda step: pages.update({step: (folder / "report.html").read_text()} if step > 1 else {})))
+    run.add_callback(
+        Seen(lambda step: pages.update({step: (folder / "report.html").read_text()} if step > 1 else {}))
+    )
     run.train()
     after = run.evaluate()
     assert names(folder) == {
-        ".lock", "about.json", "after.json", "before.json", "end.json", "metrics.jsonl", "receipt.jsonl", "report.html", "rollouts",
+        ".lock", "about.json", "after.json", "before.json", "end.json", "metrics.jsonl", "receipt.jsonl",
+        "report.html", "rollouts",
         "shown_rollouts.jsonl", "summary.json",
     }  # fmt: skip
     record = read_run(folder)
@@ -131,12 +148,18 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_the_files_of_a_run_are_json_where_a_figure_is_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path)), ranks=SimpleNamespace(owner=True))
+def test_the_files_of_a_run_are_json_where_a_figure_is_nan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(output_dir=str(tmp_path)), ranks=SimpleNamespace(owner=True)
+    )
     files, nan = RunFiles(trainer, 0.0), float("nan")  # type: ignore[arg-type]
     files.on_train_begin(None, None, None)
     monkeypatch.setattr(files, "write_report", lambda: None)
-    files.on_log(None, SimpleNamespace(global_step=3), None, {"loss": nan, "entropy": 1.0, "eval_reward": float("inf")})
+    files.on_log(
+        None, SimpleNamespace(global_step=3), None, {"loss": nan, "entropy": 1.0, "eval_reward": float("inf")}
+    )
     assert strict((tmp_path / "metrics.jsonl").read_text()) == {
         "step": 3,
         "loss": None,
@@ -144,7 +167,10 @@ def test_the_files_of_a_run_are_json_where_a_figure_is_nan(tmp_path: Path, monke
         "eval_reward": None,
     }
     save_evaluation(tmp_path / "before.json", {"eval_reward": nan, "eval_problems": 2.0}, [])
-    assert strict((tmp_path / "before.json").read_text())["metrics"] == {"eval_reward": None, "eval_problems": 2.0}
+    assert strict((tmp_path / "before.json").read_text())["metrics"] == {
+        "eval_reward": None,
+        "eval_problems": 2.0,
+    }
     receipt = Receipt(tmp_path / "receipt.jsonl", 0)
     receipt.append(evaluation_line(tmp_path / "before.json", 0) or {})
     assert strict((tmp_path / "receipt.jsonl").read_text())["metrics"]["eval_reward"] is None
@@ -153,7 +179,9 @@ def test_the_files_of_a_run_are_json_where_a_figure_is_nan(tmp_path: Path, monke
     assert math.isnan((record.before or {})["metrics"]["eval_reward"])
     for _ in range(2):
         # The second time, the file is restored from the receipt.
-        found = proven_evaluation(tmp_path / "before.json", read_receipt(tmp_path / "receipt.jsonl"))["metrics"]
+        found = proven_evaluation(tmp_path / "before.json", read_receipt(tmp_path / "receipt.jsonl"))[
+            "metrics"
+        ]
         assert math.isnan(found["eval_reward"])
         (tmp_path / "before.json").unlink()
 
@@ -223,7 +251,9 @@ def test_the_files_can_be_switched_off_and_the_progress_bar_can_be_asked_for(
     assert LogLines in kinds
 
 
-def test_several_evaluation_sets_are_in_the_summary_by_name(make: Callable[..., GRPOTrainer], tmp_path: Path) -> None:
+def test_several_evaluation_sets_are_in_the_summary_by_name(
+    make: Callable[..., GRPOTrainer], tmp_path: Path
+) -> None:
     run = make({"easy": HELD_OUT, "hard": HELD_OUT}, max_steps=1)
     run.train()
     found = run.evaluate()
@@ -233,7 +263,9 @@ def test_several_evaluation_sets_are_in_the_summary_by_name(make: Callable[..., 
     assert METRICS in names(tmp_path / "run")
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device"), KeyError("loss")])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), OSError(28, "No space left on device"), KeyError("loss")]
+)
 def test_a_run_has_its_summary_only_when_it_has_its_report(
     make: Callable[..., GRPOTrainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:

@@ -1,8 +1,8 @@
 """A sharded policy trains as a whole one does: gradients, curves, proofs, memory, checkpoints, and errors.
 
-FSDP2 and DeepSpeed ZeRO-3 shard it, over gloo. What both share (`shards/model.py`, `shards/passes.py`) is tested more with FSDP2.
-The ranks of one size do all the work in one group of processes (`sharded.py`), because starting them takes longer than the work.
-CI has two ranks. Four ranks run the same code, and are tested before a release.
+FSDP2 and DeepSpeed ZeRO-3 shard it, over gloo. What both share (`shards/model.py`, `shards/passes.py`) is tested more
+with FSDP2. The ranks of one size do all the work in one group of processes (`sharded.py`), because starting them
+takes longer than the work. CI has two ranks. Four ranks run the same code, and are tested before a release.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def folder(root: Path, kind: str) -> Path:
 
 @pytest.fixture(scope="module")
 def start(untied_dir: str, root: Path) -> Callable[[str, int, bool], Path]:
-    """Does all the work of one group of ranks, once, and returns the folder of its results. 0 ranks: the kind is "alone"."""
+    """Does all the work of one group of ranks, once, and returns the folder of its results. 0 ranks: the kind is
+    "alone".
+    """
 
     @functools.cache
     def started(kind: str, ranks: int, others: bool) -> Path:
@@ -58,7 +60,11 @@ def start(untied_dir: str, root: Path) -> Callable[[str, int, bool], Path]:
             started("fsdp", 2, False)
         logs = root / kind / f"logs-{ranks}-{others}"
         logs.mkdir(parents=True)
-        works = OTHERS if others else {"alone": {0: ALONE}, "fsdp": {2: TWO, 4: FOUR}, "deepspeed": ZERO}[kind][ranks]
+        works = (
+            OTHERS
+            if others
+            else {"alone": {0: ALONE}, "fsdp": {2: TWO, 4: FOUR}, "deepspeed": ZERO}[kind][ranks]
+        )
         names = [str(rank) for rank in range(max(ranks, 1))]
         words = [kind, str(ranks), untied_dir, str(root / kind), *works]
         run_ranks([sys.executable, str(SCRIPT)], words, logs, [0] * len(names), names)
@@ -90,8 +96,12 @@ def same_run(one: dict[str, Any], other: dict[str, Any], limit: float = 1e-6) ->
 
 
 def _curves(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """The logs of a run without the figures of its proofs: they have the rounding of other packs, or shards lack the proof."""
-    return [{n: v for n, v in log.items() if not n.startswith(("parity/", "checked/"))} for log in run["logs"]]
+    """The logs of a run without the figures of its proofs: they have the rounding of other packs, or shards lack the
+    proof.
+    """
+    return [
+        {n: v for n, v in log.items() if not n.startswith(("parity/", "checked/"))} for log in run["logs"]
+    ]
 
 
 @pytest.mark.parametrize("case", portion([*METHODS, *OTHERS, *ADAPTED], lambda case: case not in OTHERS))
@@ -156,7 +166,9 @@ def test_a_rank_plays_the_forwards_of_the_others_without_weight(found: Found) ->
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("part", ["weights", "gradients", "moments"])
-def test_each_rank_holds_its_share_of_weights_gradients_and_moments(found: Found, part: str, ranks: int) -> None:
+def test_each_rank_holds_its_share_of_weights_gradients_and_moments(
+    found: Found, part: str, ranks: int
+) -> None:
     alone = found("memory", ranks=0)[part]
     held = [found("memory", rank, ranks)[part] for rank in range(ranks)]
     assert sum(held) == alone
@@ -197,7 +209,9 @@ def _exported(checkpoint: Path) -> dict[str, torch.Tensor]:
             for name in file.keys():  # noqa: SIM118
                 if name.startswith("model.policy."):
                     start = offsets[name]["saved_offsets"][0]
-                    parts.setdefault(name.removeprefix("model.policy."), []).append((start, file.get_tensor(name)))
+                    parts.setdefault(name.removeprefix("model.policy."), []).append(
+                        (start, file.get_tensor(name))
+                    )
     return {name: torch.cat([t for _, t in sorted(own, key=lambda p: p[0])]) for name, own in parts.items()}
 
 

@@ -70,10 +70,15 @@ def test_gradients_equal_the_padded_reference_at_and_around_the_reach_of_the_win
 
 
 @pytest.mark.parametrize("kind", BUILDS)
-def test_a_tree_is_right_where_it_is_wider_than_the_window_and_wrong_where_a_branch_is_longer(kind: str) -> None:
-    """The comparison above can fail: packs exceed the window, and a window that is too short for a branch gives wrong values."""
+def test_a_tree_is_right_where_it_is_wider_than_the_window_and_wrong_where_a_branch_is_longer(
+    kind: str,
+) -> None:
+    """The comparison above can fail: packs exceed the window, and a window that is too short for a branch gives wrong
+    values.
+    """
     sequences = [
-        TrainingSequence(f"a#{i}", tuple(range(4, 12)), (20 + i, 30 + i, 40 + i, 50 + i), (0.0,) * 4) for i in range(6)
+        TrainingSequence(f"a#{i}", tuple(range(4, 12)), (20 + i, 30 + i, 40 + i, 50 + i), (0.0,) * 4)
+        for i in range(6)
     ]
     (pack,) = pack_sequences(sequences, 1000)
     assert pack.input_ids.shape[1] == 8 + 6 * 3

@@ -1,4 +1,6 @@
-"""Generations ahead on an engine in this process: every token has a known age, and a minimum of every generation is compared."""
+"""Generations ahead on an engine in this process: every token has a known age, and a minimum of every generation is
+compared.
+"""
 
 from __future__ import annotations
 
@@ -104,10 +106,15 @@ def test_an_engine_that_scores_the_tokens_otherwise_now_is_seen(
     def score(sequences: dict[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         found = real(sequences)
         if hf_engine.version == 4:
-            found |= {name: tuple(1.01 * v for v in own) for name, own in found.items() if name.startswith("again/")}
+            found |= {
+                name: tuple(1.01 * v for v in own) for name, own in found.items() if name.startswith("again/")
+            }
         return found
 
-    with patch.object(hf_engine, "score", score), pytest.raises(ProofError, match="asked again without its caches"):
+    with (
+        patch.object(hf_engine, "score", score),
+        pytest.raises(ProofError, match="asked again without its caches"),
+    ):
         run.train()
     assert run.state.global_step == 4
 

@@ -1,4 +1,6 @@
-"""What a drawn part of every tenth step adds to the gradients is compared, and what stands in the way of a backward is held."""
+"""What a drawn part of every tenth step adds to the gradients is compared, and what stands in the way of a backward
+is held.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +179,10 @@ def test_a_gradient_that_is_wrong_from_the_beginning_stops_the_first_step(
     ("fault", "named"),
     [
         (parameters_reversed, r"gradient hook of model\.embed_tokens\.weight is torch.*neg"),
-        (accumulated_reversed, r"hook after the accumulation of .* is test_step_gradient\.accumulated_reversed"),
+        (
+            accumulated_reversed,
+            r"hook after the accumulation of .* is test_step_gradient\.accumulated_reversed",
+        ),
         (layer_reversed, r"gradient hook of model\.layers\.0\.\S+ is torch.*neg"),
         (layer_doubled, r"gradient hook of model\.layers\.0\.\S+ is test_step_gradient\.layer_doubled"),
         (layer_zeroed, r"gradient hook of model\.layers\.0\.\S+ is torch.*zeros_like"),
@@ -229,7 +234,9 @@ def test_a_hook_of_the_users_is_taken_at_the_beginning_and_in_a_callback_and_not
     ]
 
 
-def test_a_resumed_run_is_checked_at_its_first_step(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_a_resumed_run_is_checked_at_its_first_step(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     run = run_of(tmp_path, hf_engine, model=untied_dir, save_strategy="steps", save_steps=5, max_steps=5)
     run.train()
     again = run_of(tmp_path, hf_engine, model=untied_dir, save_strategy="steps", save_steps=5, max_steps=7)
@@ -266,7 +273,9 @@ def test_clean_steps_pass_far_below_the_limit_and_stay_as_they_were(
     run = run_of(tmp_path, None if fields.get("bf16") else hf_engine, model=untied_dir, **fields)
     run.train()
     # Where all tokens of a part are clipped, a drawn sum takes its place.
-    assert all({"checked/step_gradient_error", "checked/model_gradient_error"} & set(log) for log in logged(run))
+    assert all(
+        {"checked/step_gradient_error", "checked/model_gradient_error"} & set(log) for log in logged(run)
+    )
     errors = [log.get("checked/step_gradient_error") for log in logged(run)]
     known = [error for error in errors if error is not None]
     assert len(known) == 4 or name == "two updates"

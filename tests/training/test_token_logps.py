@@ -1,4 +1,6 @@
-"""Log-probs and entropies without a whole matrix of logits: right values, right gradients, in the memory of one chunk."""
+"""Log-probs and entropies without a whole matrix of logits: right values, right gradients, in the memory of one
+chunk.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +169,13 @@ def test_under_autocast_the_heads_gradient_is_added_up_in_the_weights_precision(
             own = rows[: len(rows[part])]
             with torch.autocast("cpu", torch.bfloat16):
                 logps, entropy = token_logps(
-                    head, hidden[part], own, targets[part], temperature=1.0, chunk_size=chunk, entropy_gradient=True
+                    head,
+                    hidden[part],
+                    own,
+                    targets[part],
+                    temperature=1.0,
+                    chunk_size=chunk,
+                    entropy_gradient=True,
                 )
             (logps.sum() + entropy.sum()).backward()
         assert head.weight.grad is not None
@@ -189,7 +197,9 @@ def test_autocast_rounds_the_head_and_nothing_behind_it() -> None:
     rows = torch.arange(9)
     with torch.autocast("cpu", torch.bfloat16):
         logits = head(hidden)
-        logps, entropy = token_logps(head, hidden, rows, rows, temperature=1.0, chunk_size=4, entropy_gradient=False)
+        logps, entropy = token_logps(
+            head, hidden, rows, rows, temperature=1.0, chunk_size=4, entropy_gradient=False
+        )
     expected = logits.float().log_softmax(-1)
     assert logits.dtype == torch.bfloat16
     torch.testing.assert_close(logps, expected[rows, rows])
@@ -200,7 +210,9 @@ def test_autocast_rounds_the_head_and_nothing_behind_it() -> None:
 def test_rules_of_the_sampling_distribution_stay_within_one_chunk(chunk: int) -> None:
     """With penalties and bans a chunk has one more matrix of flags, and the moved logits of the ids that occur."""
     rows = 128
-    sampling = Sampling(rows, temperature=0.7, repetition_penalty=1.3, allowed_token_ids=tuple(range(0, WIDE, 2)))
+    sampling = Sampling(
+        rows, temperature=0.7, repetition_penalty=1.3, allowed_token_ids=tuple(range(0, WIDE, 2))
+    )
     ids = np.arange(0, 2 * rows, 2)
     sequence = TrainingSequence("a", [3, 4], ids, np.zeros(rows))
     rules = RowRules(IdRules(sampling, WIDE), (sequence,), np.zeros(rows, dtype=np.int64), np.arange(rows))

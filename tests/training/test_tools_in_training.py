@@ -54,13 +54,21 @@ Make = Callable[..., OnlineTrainer]
 def make(caller_dir: str, tmp_path: Path) -> Any:
     made: list[OnlineTrainer] = []
 
-    def trainer(method: str = "GRPO", *, data: Any = DATA, reward: Any = by_calls, **given: Any) -> OnlineTrainer:
+    def trainer(
+        method: str = "GRPO", *, data: Any = DATA, reward: Any = by_calls, **given: Any
+    ) -> OnlineTrainer:
         names = ("tools", "environment_factory", "rollout_func", "agent", "engine", "eval_dataset", "judge")
         arguments = {name: given.pop(name) for name in names if name in given}
         fields = {"max_completion_length": 120, "num_generations": 4}
         if method == "OnlineDPO":
             fields = {"max_new_tokens": 120, "max_length": 256}
-        base = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "bf16": False, "disable_tqdm": True}
+        base = {
+            "max_steps": 2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "bf16": False,
+            "disable_tqdm": True,
+        }
         base |= {"use_vllm": False, "learning_rate": 1e-3, "report_to": [], "seed": 3}
         config = getattr(lockstep, f"{method}Config")(
             output_dir=str(tmp_path / given.pop("output_dir", "run")),
@@ -112,7 +120,10 @@ def test_tools_and_environments_on_vllm(kind: str, make: Make) -> None:
     run.train()
     assert max(line["parity/max_abs_gap"] for line in logs_of(run)) < 1e-4
     assert max(line["rewards/Product/mean"] for line in logs_of(run)) > 0
-    for given in ({"tools": [multiply]}, {"rollout_func": two_turns, "reward": by_second, "rehearse_rewards": False}):
+    for given in (
+        {"tools": [multiply]},
+        {"rollout_func": two_turns, "reward": by_second, "rehearse_rewards": False},
+    ):
         again = make(engine=run.engine, **given)
         again.train()
         assert logs_of(again)[0]["parity/max_abs_gap"] < 1e-4
@@ -123,7 +134,9 @@ FILTERS = {"top_p": 0.9, "repetition_penalty": 1.3}
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("kind", [pytest.param("vllm", marks=VLLM)])
-def test_turns_on_vllm_with_top_p_and_a_repetition_penalty_are_scored_as_sampled(kind: str, make: Make) -> None:
+def test_turns_on_vllm_with_top_p_and_a_repetition_penalty_are_scored_as_sampled(
+    kind: str, make: Make
+) -> None:
     run = make(tools=[multiply], use_vllm=True, per_device_train_batch_size=16, **FILTERS)
     run.train()
     for line in logs_of(run):
@@ -139,7 +152,12 @@ def test_turns_on_vllm_with_top_p_and_a_repetition_penalty_are_scored_as_sampled
 @pytest.mark.parametrize("name", ["tools", "environment_factory", "agent"])
 @pytest.mark.parametrize(
     "counts",
-    [{"presence_penalty": 0.5}, {"bad_words": ["no"]}, {"min_tokens": 3}, {"vllm_structured_outputs_regex": "a+"}],
+    [
+        {"presence_penalty": 0.5},
+        {"bad_words": ["no"]},
+        {"min_tokens": 3},
+        {"vllm_structured_outputs_regex": "a+"},
+    ],
 )
 def test_settings_that_would_start_again_with_each_turn_are_refused_at_the_start(
     name: str, counts: dict[str, Any], make: Make
@@ -229,7 +247,9 @@ def test_the_last_entry_of_the_log_repeats_nothing_that_was_logged_on_time(make:
 @pytest.mark.parametrize(
     "given", [{"tools": [multiply]}, {"environment_factory": Product}], ids=["tools", "environments"]
 )
-def test_a_run_with_tools_that_was_stopped_goes_on_to_the_same_bits(given: dict[str, Any], make: Make) -> None:
+def test_a_run_with_tools_that_was_stopped_goes_on_to_the_same_bits(
+    given: dict[str, Any], make: Make
+) -> None:
     fields = {**given, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     whole = make(**fields)
     whole.train()
@@ -270,7 +290,8 @@ def test_several_environments_are_chosen_by_a_column_and_show_their_own_tools(ma
 def test_a_failed_environment_leaves_its_rollout_out_of_rewards_baseline_and_loss(
     method: str, make: Make, capsys: Any
 ) -> None:
-    # A step takes four rows in order: one fails in `reset`, one in `get_reward`. The first row is also played before training.
+    # A step takes four rows in order: one fails in `reset`, one in `get_reward`. The first row is also played before
+    # training.
     faults = ["", "reset", "get_reward", ""] * 2
     given: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": 2 * CONFIGS[method]}
     given |= {"data": DATA.add_column("how", faults), "shuffle_dataset": False}
@@ -281,7 +302,10 @@ def test_a_failed_environment_leaves_its_rollout_out_of_rewards_baseline_and_los
     assert generation is not None
     learned = {s.name: s for batch in generation.micro_batches for s in batch}
     rollouts = [r for g in generation.groups for r in g.rollouts]
-    found = {fault: [r for r in rollouts if faults[int(r.key.prompt_id.split("/")[1])] == fault] for fault in faults}
+    found = {
+        fault: [r for r in rollouts if faults[int(r.key.prompt_id.split("/")[1])] == fault]
+        for fault in faults
+    }
     failed = [*found["reset"], *found["get_reward"]]
     assert len(found["reset"]) == len(found["get_reward"]) == len(rollouts) / 4
     assert line["environments/failed"] == line["rewards/unscored"] / len(rollouts) == 0.5
@@ -327,7 +351,8 @@ def two_turns(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         "completion_ids": [a["completion_ids"] + inserted + b["completion_ids"] for a, b in both],
         "logprobs": [a["logprobs"] + [0.0] * len(inserted) + b["logprobs"] for a, b in both],
         "env_mask": [
-            [1] * len(a["completion_ids"]) + [0] * len(inserted) + [1] * len(b["completion_ids"]) for a, b in both
+            [1] * len(a["completion_ids"]) + [0] * len(inserted) + [1] * len(b["completion_ids"])
+            for a, b in both
         ],
         "second_length": [len(b["completion_ids"]) for _, b in both],
     }
@@ -348,7 +373,9 @@ def test_a_rollout_func_samples_inserts_and_gives_rewards_what_it_likes(make: Ma
     assert len({tuple(r.token_ids.tolist()) for r in rollouts}) > 1
 
 
-def test_a_rollout_func_gets_each_prompt_once_per_rollout_and_the_same_run_gives_the_same_steps(make: Make) -> None:
+def test_a_rollout_func_gets_each_prompt_once_per_rollout_and_the_same_run_gives_the_same_steps(
+    make: Make,
+) -> None:
     seen: list[Any] = []
 
     def recording(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -418,7 +445,10 @@ def nameless(a: int) -> int:
             "reset: no board",
         ),
         ({"environment_factory": games.Quiet, "reward": None}, "No reward source provided.*get_reward"),
-        ({"environment_factory": Product, "data": None, "max_steps": -1, "num_train_epochs": 1}, "set max_steps"),
+        (
+            {"environment_factory": Product, "data": None, "max_steps": -1, "num_train_epochs": 1},
+            "set max_steps",
+        ),
         ({"tools": [multiply], "rollout_func": one_turn}, "rollout_func makes rollouts itself"),
         ({"rollout_func": 3}, "rollout_func is a int"),
         ({"rollout_func": one_turn, "top_p": 0.9}, "temperature and stop_strings only"),
@@ -428,7 +458,10 @@ def nameless(a: int) -> int:
         ({"tools": [multiply], "tool_timeout": 0}, "tool_timeout=0"),
         ({"tools": [multiply], "max_tool_calling_iterations": -1}, "max_tool_calling_iterations=-1"),
         ({"tools": [multiply], "tool_format": "smoke"}, "smoke"),
-        ({"tools": [multiply], "data": Dataset.from_dict({"prompt": ["text"]})}, "must be a list of messages"),
+        (
+            {"tools": [multiply], "data": Dataset.from_dict({"prompt": ["text"]})},
+            "must be a list of messages",
+        ),
         ({"environment_factory": {"a": Product}, "data": None}, "requires a `train_dataset`"),
         ({"tools": [multiply], "data": None}, "`train_dataset` is required"),
         (
@@ -437,7 +470,9 @@ def nameless(a: int) -> int:
         ),
     ],
 )
-def test_what_cannot_work_is_refused_before_training(arguments: dict[str, Any], message: str, make: Make) -> None:
+def test_what_cannot_work_is_refused_before_training(
+    arguments: dict[str, Any], message: str, make: Make
+) -> None:
     with pytest.raises(InputError, match=message):
         make(**arguments)
 
@@ -511,7 +546,13 @@ class Unjudged:
 def test_the_environments_own_rewards_stand_behind_the_functions_and_can_be_weighted(make: Make) -> None:
     kinds = {"a": Judged, "b": Unjudged, "c": Judged, "d": Awaited}
     data = DATA.select(range(4)).add_column("environment", list(kinds))
-    run = make(data=data, environment_factory=kinds, reward_weights=[0.5], max_steps=1, per_device_train_batch_size=16)
+    run = make(
+        data=data,
+        environment_factory=kinds,
+        reward_weights=[0.5],
+        max_steps=1,
+        per_device_train_batch_size=16,
+    )
     assert run.reward_func_names == ["by_calls", "Judged", "Awaited"]
     assert run.reward_weights.tolist() == [0.5, 1.0, 1.0]
     assert run.reward_processing_classes == [None] * 3
@@ -526,7 +567,9 @@ def test_the_environments_own_rewards_stand_behind_the_functions_and_can_be_weig
     assert {r.scores["Awaited"] for r in rollouts} == {None, 2.0}
     for rollout in rollouts:
         own = zip((0.5, 0.25, 3.0), rollout.scores.values(), strict=True)
-        assert rollout.reward == pytest.approx(sum(weight * score for weight, score in own if score is not None))
+        assert rollout.reward == pytest.approx(
+            sum(weight * score for weight, score in own if score is not None)
+        )
 
 
 def with_alarm() -> Callable[..., Any]:
@@ -575,7 +618,9 @@ def test_a_tool_with_an_alarm_or_a_connection_works_as_one_without(
 
 def test_with_generations_ahead_a_signal_is_refused_by_the_setting(make: Make) -> None:
     run = make(tools=[with_alarm()], max_staleness=1)
-    with pytest.raises(InputError, match=r"multiply uses a signal: with max_staleness, .*set max_staleness to 0"):
+    with pytest.raises(
+        InputError, match=r"multiply uses a signal: with max_staleness, .*set max_staleness to 0"
+    ):
         run.train()
 
 
@@ -629,7 +674,9 @@ def by_ledger(environments: list[Any], **_: Any) -> list[float]:
     [{}, {"max_staleness": 1}],
     ids=str,
 )
-def test_an_environment_and_the_rewards_that_read_it_share_a_thread(fields: dict[str, Any], make: Make) -> None:
+def test_an_environment_and_the_rewards_that_read_it_share_a_thread(
+    fields: dict[str, Any], make: Make
+) -> None:
     run = make(environment_factory=Ledger, reward=by_ledger, **fields)
     run.train()
     for line in logs_of(run):
@@ -655,10 +702,15 @@ class Undecided:
         return [-1] * len(prompts)
 
 
-FAILS = r"failed at all \d+ calls of a step in the same way, .*: OperationalError: no such table: interactions"
+FAILS = (
+    r"failed at all \d+ calls of a step in the same way, .*: OperationalError: no such table: interactions"
+)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a tool": ({"tools": [update_wrapper(broken, multiply)]}, f"multiply {FAILS}"),
-    "an environment": ({"environment_factory": BrokenLedger, "reward": by_length}, f"Product.multiply {FAILS}"),
+    "an environment": (
+        {"environment_factory": BrokenLedger, "reward": by_length},
+        f"Product.multiply {FAILS}",
+    ),
     "a reward": (
         {"tools": [multiply], "reward": [by_calls, silent]},
         "reward function silent returned None for all 8 completions of a step",
@@ -671,7 +723,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_fails_in_the_same_way_at_every_call_is_an_alarm_once(name: str, make: Make, capsys: Any) -> None:
+def test_what_fails_in_the_same_way_at_every_call_is_an_alarm_once(
+    name: str, make: Make, capsys: Any
+) -> None:
     given, message = WRONG[name]
     run = make(**given)
     run.train()

@@ -16,7 +16,8 @@ Curves = dict[str, list[tuple[int, float]]]
 RUNS: dict[str, dict[str, Any]] = {"GRPO": {**GROUPS, "beta": 0.04}, "OnlineDPO": PAIRS}
 SEEN = {
     "train/loss", "train/grad_norm", "train/reward", "train/rewards/by_length/mean", "train/kl", "train/entropy",
-    "train/parity/max_abs_gap", "train/parity/k3", "train/sampling/effective_sample_size", "train/completions/mean_length",
+    "train/parity/max_abs_gap", "train/parity/k3", "train/sampling/effective_sample_size",
+    "train/completions/mean_length",
     "eval/reward", "eval/completions/mean_length",
 }  # fmt: skip
 
@@ -46,7 +47,13 @@ def test_tensorboard_keeps_every_figure_of_every_log_at_its_step(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    fields = {**RUNS[method], "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "report_to": "tensorboard"}
+    fields = {
+        **RUNS[method],
+        "max_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "report_to": "tensorboard",
+    }
     run = make(method, untied_dir, tmp_path, hf_engine, fields, eval_dataset=PROMPTS.select(range(3)))
     run.train()
     expected, found = logged(run), kept(tmp_path / "events")
@@ -54,7 +61,9 @@ def test_tensorboard_keeps_every_figure_of_every_log_at_its_step(
     for tag, curve in expected.items():
         assert [step for step, _ in found[tag]] == [step for step, _ in curve], tag
         # Event files store single precision.
-        assert [value for _, value in found[tag]] == pytest.approx([v for _, v in curve], rel=1e-6, nan_ok=True), tag
+        assert [value for _, value in found[tag]] == pytest.approx(
+            [v for _, v in curve], rel=1e-6, nan_ok=True
+        ), tag
     assert SEEN - {"train/kl" if method == "OnlineDPO" else ""} <= found.keys()
     assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4]
     assert [step for step, _ in found["eval/reward"]] == [2, 4]

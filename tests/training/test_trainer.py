@@ -41,10 +41,16 @@ def trainer(
     data: Any = PROMPTS,
     **fields: Any,
 ) -> GRPOTrainer:
-    base: dict[str, Any] = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12}
+    base: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 12,
+    }
     base |= {"max_steps": 1, "logging_steps": 1, "save_strategy": "no", "bf16": False, "disable_tqdm": True}
     base |= {"use_vllm": False, "learning_rate": 1e-3}
-    return GRPOTrainer(model, reward, GRPOConfig(output_dir=str(folder), **{**base, **fields}), data, engine=engine)
+    return GRPOTrainer(
+        model, reward, GRPOConfig(output_dir=str(folder), **{**base, **fields}), data, engine=engine
+    )
 
 
 class Gradients(TrainerCallback):
@@ -53,7 +59,9 @@ class Gradients(TrainerCallback):
     def __init__(self) -> None:
         self.found: dict[str, torch.Tensor] = {}
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         if not self.found:
             self.found = {n: p.grad.clone() for n, p in model.named_parameters()}
 
@@ -85,7 +93,10 @@ def test_the_split_into_micro_batches_does_not_change_a_gradient(
             gradient_accumulation_steps=8 // size,
         )
         for name, gradient in whole.items():
-            assert float((split[name] - gradient).norm()) <= 1e-6 * float(gradient.norm()) + 1e-9, (size, name)
+            assert float((split[name] - gradient).norm()) <= 1e-6 * float(gradient.norm()) + 1e-9, (
+                size,
+                name,
+            )
 
 
 def test_a_step_on_stale_weights_is_refused_before_the_optimizer_moves(
@@ -103,7 +114,9 @@ def test_a_step_on_stale_weights_is_refused_before_the_optimizer_moves(
         return SyncRecord(version, "", 0, 0, 0.0)
 
     monkeypatch.setattr(lockstep.run.source, "push_weights", skip_the_second)
-    with pytest.raises(ProofError, match=r"(?s)at version 1 .* the load was acknowledged without effect") as failed:
+    with pytest.raises(
+        ProofError, match=r"(?s)at version 1 .* the load was acknowledged without effect"
+    ) as failed:
         run.train()
     assert failed.value.check == "module_probe"
     assert run.state.global_step == 1
@@ -125,7 +138,9 @@ def test_raw_log_probs_at_another_temperature_are_refused(
         trainer(untied_dir, tmp_path, engine=hf_engine, temperature=0.7).train()
 
 
-def test_the_same_temperature_on_both_sides_passes(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_the_same_temperature_on_both_sides_passes(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     run = trainer(untied_dir, tmp_path, engine=hf_engine, temperature=0.7, max_steps=2)
     run.train()
     assert run.state.log_history[0]["parity/max_abs_gap"] < 1e-3
@@ -134,7 +149,9 @@ def test_the_same_temperature_on_both_sides_passes(untied_dir: str, tmp_path: Pa
 def test_tokens_of_groups_that_agree_are_checked_too_and_their_step_moves_nothing(
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:
-    run = trainer(untied_dir, tmp_path, engine=hf_engine, reward=lambda completions, **_: [1.0] * len(completions))
+    run = trainer(
+        untied_dir, tmp_path, engine=hf_engine, reward=lambda completions, **_: [1.0] * len(completions)
+    )
     before = {n: p.detach().clone() for n, p in run.model.named_parameters()}
     run.train()
     log = run.state.log_history[0]
@@ -174,7 +191,9 @@ def test_a_step_whose_groups_agree_has_gradient_zero_and_not_none(
 def test_what_a_broken_call_of_train_left_does_not_reach_the_next(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = trainer(untied_dir, tmp_path, engine=hf_engine, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    run = trainer(
+        untied_dir, tmp_path, engine=hf_engine, per_device_train_batch_size=4, gradient_accumulation_steps=2
+    )
     real, calls = lockstep.learn.update.learn, []
 
     def breaks_at_the_second(*args: Any) -> float:
@@ -190,7 +209,9 @@ def test_what_a_broken_call_of_train_left_does_not_reach_the_next(
     assert run.state.global_step == 1
 
 
-def test_tokens_of_masked_completions_are_checked_too(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_tokens_of_masked_completions_are_checked_too(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     run = trainer(untied_dir, tmp_path, engine=hf_engine, mask_truncated_completions=True)
     run.train()
     log = run.state.log_history[0]
@@ -260,7 +281,11 @@ def test_training_again_starts_anew_with_a_receipt_of_its_own(
         run.train()
         lines = (tmp_path / "receipt.jsonl").read_text().splitlines()
         check_chain(lines)
-        assert [(e["kind"], e["version"]) for e in map(json.loads, lines)] == [("start", 0), ("step", 0), ("step", 1)]
+        assert [(e["kind"], e["version"]) for e in map(json.loads, lines)] == [
+            ("start", 0),
+            ("step", 0),
+            ("step", 1),
+        ]
     assert (tmp_path / "receipt.previous.jsonl").exists()
 
 
@@ -268,13 +293,21 @@ def test_a_second_pass_over_a_generation_uses_the_log_probs_it_was_sampled_at(
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:
     run = trainer(
-        untied_dir, tmp_path, engine=hf_engine, num_iterations=2, max_steps=4, save_steps=2, learning_rate=5e-3
+        untied_dir,
+        tmp_path,
+        engine=hf_engine,
+        num_iterations=2,
+        max_steps=4,
+        save_steps=2,
+        learning_rate=5e-3,
     )
     run.train()
     logs = [entry for entry in run.state.log_history if "loss" in entry]
-    # There are new rollouts only at steps 1 and 3. At steps 2 and 4 the policy has changed, and the gap is still that of sampling
-    # time.
-    assert [entry["num_tokens"] > (logs[i - 1]["num_tokens"] if i else 0) for i, entry in enumerate(logs)] == [
+    # There are new rollouts only at steps 1 and 3. At steps 2 and 4 the policy has changed, and the gap is still that
+    # of sampling time.
+    assert [
+        entry["num_tokens"] > (logs[i - 1]["num_tokens"] if i else 0) for i, entry in enumerate(logs)
+    ] == [
         True,
         False,
         True,
@@ -303,7 +336,11 @@ def test_evaluation_reports_the_held_out_reward_with_its_interval(
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:
     args = GRPOConfig(
-        output_dir=str(tmp_path), max_completion_length=8, bf16=False, num_generations_eval=3, disable_tqdm=True
+        output_dir=str(tmp_path),
+        max_completion_length=8,
+        bf16=False,
+        num_generations_eval=3,
+        disable_tqdm=True,
     )
     run = GRPOTrainer(untied_dir, by_length, args, PROMPTS, PROMPTS.select(range(5)), engine=hf_engine)
     metrics = run.evaluate()
@@ -323,7 +360,11 @@ def test_an_evaluation_counts_rollouts_without_a_reward_and_keeps_their_function
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:
     args = GRPOConfig(
-        output_dir=str(tmp_path), max_completion_length=8, bf16=False, num_generations_eval=2, disable_tqdm=True
+        output_dir=str(tmp_path),
+        max_completion_length=8,
+        bf16=False,
+        num_generations_eval=2,
+        disable_tqdm=True,
     )
     run = GRPOTrainer(untied_dir, some_scores, args, PROMPTS, PROMPTS.select(range(5)), engine=hf_engine)
     metrics = run.evaluate()
@@ -341,11 +382,18 @@ def test_a_reward_models_directory_is_a_reward_and_logged_metrics_are_in_the_ste
         return [0.5] * len(completions)
 
     sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    config = LlamaConfig(**sizes, num_attention_heads=2, num_labels=1, initializer_range=0.3, pad_token_id=None)  # type: ignore[arg-type]
+    config = LlamaConfig(
+        **sizes, num_attention_heads=2, num_labels=1, initializer_range=0.3, pad_token_id=None
+    )  # type: ignore[arg-type]
     LlamaForSequenceClassification(config).save_pretrained(tmp_path / "taste")
     make_tokenizer().save_pretrained(tmp_path / "taste")
     run = trainer(
-        untied_dir, tmp_path, engine=hf_engine, reward=[str(tmp_path / "taste"), halves], max_steps=4, logging_steps=2
+        untied_dir,
+        tmp_path,
+        engine=hf_engine,
+        reward=[str(tmp_path / "taste"), halves],
+        max_steps=4,
+        logging_steps=2,
     )
     run.train()
     first, second = run.state.log_history[:2]
@@ -376,7 +424,9 @@ def test_a_reward_function_cannot_log_under_a_name_of_the_trainers_own(
         (Dataset.from_dict({"prompt": ["ok", "z " * 600]}), r"train/1 has \d+ tokens; there is room for 500"),
     ],
 )
-def test_bad_data_is_named(untied_dir: str, tmp_path: Path, hf_engine: Engine, data: Any, message: str) -> None:
+def test_bad_data_is_named(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, data: Any, message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         trainer(untied_dir, tmp_path, engine=hf_engine, data=data)
 
@@ -397,7 +447,9 @@ def test_bad_data_is_named_before_a_model_is_loaded(tmp_path: Path) -> None:
         ("/no/such/reward-model", "does not exist"),
     ],
 )
-def test_a_bad_reward_is_named(untied_dir: str, tmp_path: Path, hf_engine: Engine, reward: Any, message: str) -> None:
+def test_a_bad_reward_is_named(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, reward: Any, message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         trainer(untied_dir, tmp_path, engine=hf_engine, reward=reward).train()
 
@@ -415,7 +467,9 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 
 def test_an_engine_of_another_model_is_refused(untied_dir: str, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", seed=5)
-    engine = TransformersEngine(str(other), load_tokenizer(str(other)), dtype=torch.float32, max_model_len=CONTEXT)
+    engine = TransformersEngine(
+        str(other), load_tokenizer(str(other)), dtype=torch.float32, max_model_len=CONTEXT
+    )
     with pytest.raises(ProofError, match=r"model is .*other"):
         trainer(untied_dir, tmp_path, engine=engine)
 
@@ -448,7 +502,9 @@ def test_dropout_is_off_so_that_the_policy_scores_what_it_sampled(
     assert {layer.self_attn.attention_dropout for layer in run.model.model.layers} == {0.0}
 
 
-@pytest.mark.parametrize("engine_kind", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])])
+@pytest.mark.parametrize(
+    "engine_kind", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])]
+)
 def test_in_bf16_on_both_sides_the_gap_is_within_its_table(tmp_path: Path, engine_kind: str) -> None:
     # The weights have a usual scale, because bf16 rounds the large logits of the other tests' models by whole nats.
     model = make_model(scale=0.05)

@@ -46,8 +46,22 @@ def test_evaluations_in_the_loop_and_every_log_reach_callbacks_and_trackers(
     tracker = Listener()
     monkeypatch.setattr("transformers.trainer.get_reporting_integration_callbacks", lambda names: [tracker])
     own = Listener()
-    fields = {**FIELDS[method], "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "report_to": "tensorboard"}
-    run = make(method, untied_dir, tmp_path, hf_engine, fields, eval_dataset=PROMPTS.select(range(3)), callbacks=[own])
+    fields = {
+        **FIELDS[method],
+        "max_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "report_to": "tensorboard",
+    }
+    run = make(
+        method,
+        untied_dir,
+        tmp_path,
+        hf_engine,
+        fields,
+        eval_dataset=PROMPTS.select(range(3)),
+        callbacks=[own],
+    )
     run.train()
     for heard in (own, tracker):
         assert heard.begun == 1
@@ -96,7 +110,9 @@ class Hub:
         folder = Path(folder_path)
         names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
         sent = filter_repo_objects(names, ignore_patterns=said.get("ignore_patterns"))
-        self.uploads.append(Upload({**said, "folder": folder}, {name: (folder / name).read_bytes() for name in sent}))
+        self.uploads.append(
+            Upload({**said, "folder": folder}, {name: (folder / name).read_bytes() for name in sent})
+        )
         later: Future[str] = Future()
         later.set_result("done")
         return later if run_as_future else "done"

@@ -47,7 +47,9 @@ def test_scores_and_gradients_are_those_of_the_models_own_logits(model: PreTrain
         ("xlstm", {"output_logit_soft_cap": 0.5}),
     ],
 )
-def test_the_heads_logits_become_those_of_the_models_own_forward(family: str, changed: dict[str, float]) -> None:
+def test_the_heads_logits_become_those_of_the_models_own_forward(
+    family: str, changed: dict[str, float]
+) -> None:
     """Of families that keep a state: they are scored in plain rows by the same function."""
     made = make_family(family, **changed).eval()
     ids = torch.randint(3, 300, (1, 12), generator=torch.Generator().manual_seed(0))

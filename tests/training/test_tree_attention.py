@@ -124,7 +124,9 @@ def paths_of(launch: float, room: int = 4) -> Iterator[None]:
     room=st.sampled_from([1, 4, 100]),
     width=st.sampled_from([8, 5]),
 )
-def test_paths_compute_what_the_dense_mask_gives(ends: torch.Tensor, launch: float, room: int, width: int) -> None:
+def test_paths_compute_what_the_dense_mask_gives(
+    ends: torch.Tensor, launch: float, room: int, width: int
+) -> None:
     """However they are parted into calls, and with values of another width than keys; here on a CPU."""
     assume(int((ends == torch.arange(1, len(ends) + 1)).sum()) > 1)
     query, key, value, of = drawn(len(ends))
@@ -162,7 +164,9 @@ def test_a_gpu_computes_usual_packs_in_few_calls_that_take_less_time_by_arithmet
 
 
 @pytest.mark.parametrize(("prompt", "count", "length"), [(4000, 0, 0), (2048, 1024, 1)])
-def test_a_gpu_computes_blocks_where_paths_would_not_take_less_time(prompt: int, count: int, length: int) -> None:
+def test_a_gpu_computes_blocks_where_paths_would_not_take_less_time(
+    prompt: int, count: int, length: int
+) -> None:
     assert gpu_plans(chains(prompt, count, length))[1] is None
 
 
@@ -219,7 +223,12 @@ def test_under_autocast_a_cpu_attends_in_float32() -> None:
             out, _ = tree_attention_forward(Layer(), *own, NO_MASK, tree=tree_of(ends), scaling=0.3)
         out.float().square().sum().backward()
         results.append([out.detach(), *(part.grad for part in own)])
-    assert [part.dtype for part in results[1]] == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+    assert [part.dtype for part in results[1]] == [
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+        torch.bfloat16,
+    ]
     for single, half in zip(*results, strict=True):
         assert torch.equal(half, single)
 
@@ -229,7 +238,9 @@ def computed(plan: AttentionPlan) -> int:
     total = sum((part.stop - part.start) * len(positions(part.columns)) for part in plan.shared)
     for block in plan.blocks:
         rows = block.stop - block.start
-        total += rows * (rows + 1) // 2 if block.chain else rows * (rows + sum(b - a for a, b in block.partly))
+        total += (
+            rows * (rows + 1) // 2 if block.chain else rows * (rows + sum(b - a for a, b in block.partly))
+        )
     return total
 
 
@@ -263,7 +274,9 @@ def test_every_pair_that_sees_each_other_is_computed_once(ends: torch.Tensor, ch
 def chains(prompt: int, count: int, length: int) -> torch.Tensor:
     """`ends` of a prompt and completions that part at their first token."""
     size = prompt + count * length
-    return torch.tensor([size] * prompt + [prompt + (i + 1) * length for i in range(count) for _ in range(length)])
+    return torch.tensor(
+        [size] * prompt + [prompt + (i + 1) * length for i in range(count) for _ in range(length)]
+    )
 
 
 def test_a_long_prompt_with_many_completions_leaves_most_pairs_out() -> None:
@@ -299,7 +312,9 @@ def test_long_completions_take_no_mask() -> None:
     assert len(plan.shared) == 1
 
 
-@pytest.mark.parametrize(("prompt", "count", "length"), [(4096, 0, 0), (2048, 8, 256), (2048, 128, 16), (16, 4080, 1)])
+@pytest.mark.parametrize(
+    ("prompt", "count", "length"), [(4096, 0, 0), (2048, 8, 256), (2048, 128, 16), (16, 4080, 1)]
+)
 def test_no_tensor_grows_faster_than_the_pack(prompt: int, count: int, length: int) -> None:
     """Forward and backward, with what is kept in between; a dense mask would have 17 million elements."""
     ends = chains(prompt, count, length)
@@ -309,7 +324,9 @@ def test_no_tensor_grows_faster_than_the_pack(prompt: int, count: int, length: i
         out, _ = tree_attention_forward(Layer(), *parts, NO_MASK, tree=tree)
         out.sum().backward()
     assert seen.elements <= len(ends) * 2 * 8
-    assert sum(mask.numel() for mask in tree.masks if mask is not None) <= 2 * block_attention.ROWS * len(ends)
+    assert sum(mask.numel() for mask in tree.masks if mask is not None) <= 2 * block_attention.ROWS * len(
+        ends
+    )
 
 
 @pytest.mark.parametrize(("half", "blocks"), [(False, 1), (True, 3)])
@@ -319,7 +336,9 @@ def test_chains_are_cut_where_a_cpu_computes_in_half_precision(
     """In float32 the rounding of the parts would count."""
     model = make_model("llama").train()
     adopt_tree_attention(model)
-    (pack,) = pack_sequences([TrainingSequence("a", (5, *range(4, 104)), tuple(range(4, 204)), (0.0,) * 200)], 10**6)
+    (pack,) = pack_sequences(
+        [TrainingSequence("a", (5, *range(4, 104)), tuple(range(4, 204)), (0.0,) * 200)], 10**6
+    )
     made, plan = [], scoring.TreeAttention.of
     monkeypatch.setattr(
         scoring.TreeAttention, "of", lambda *given, **named: made.append(plan(*given, **named)) or made[-1]
@@ -378,14 +397,18 @@ def test_rows_within_a_window_make_no_tensor_of_the_square_of_their_length() -> 
 def test_a_chunk_is_not_taken_for_a_window() -> None:
     """Both hide what is far away; transformers names the size of either the same way."""
     shape: dict[str, Any] = {"batch_size": 1, "q_length": 12, "kv_length": 12, "local_size": 4}
-    chunked = window_or_mask(mask_function=chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int)), **shape)
+    chunked = window_or_mask(
+        mask_function=chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int)), **shape
+    )
     assert chunked is not None
     assert chunked[0, 0].sum(1).tolist() == [1, 2, 3, 4] * 3
     window = window_or_mask(mask_function=sliding_window_causal_mask_function(4), **shape)
     assert window is not None
     assert window.shape == (1, 1, 0, 4)
     padded = torch.tensor([[False] * 2 + [True] * 10])
-    mask = window_or_mask(mask_function=sliding_window_causal_mask_function(4), attention_mask=padded, **shape)
+    mask = window_or_mask(
+        mask_function=sliding_window_causal_mask_function(4), attention_mask=padded, **shape
+    )
     assert mask is not None
     assert mask.shape == (1, 1, 12, 12)
 
@@ -422,7 +445,8 @@ def test_a_model_that_was_given_no_such_attention_is_named() -> None:
 def test_a_model_computes_the_same_as_with_the_dense_mask() -> None:
     model = make_model("qwen2").double()
     sequences = [
-        TrainingSequence(f"a#{i}", tuple(range(4, 24)), (30 + i, 31, 32 + i, 33), (0.0,) * 4) for i in range(5)
+        TrainingSequence(f"a#{i}", tuple(range(4, 24)), (30 + i, 31, 32 + i, 33), (0.0,) * 4)
+        for i in range(5)
     ]
     (pack,) = pack_sequences(sequences, 100)
     assert pack.ends is not None

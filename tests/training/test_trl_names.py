@@ -26,7 +26,9 @@ def short(completions: list[str], **_: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("method", sorted(FIELDS))
-def test_the_attributes_that_scripts_read(untied_dir: str, tmp_path: Path, hf_engine: Engine, method: str) -> None:
+def test_the_attributes_that_scripts_read(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, method: str
+) -> None:
     fields = {**FIELDS[method], "reward_weights": [1.0, 0.5]}
     run = make(method, untied_dir, tmp_path, hf_engine, fields, reward_funcs=[by_length, short])
     assert run.reward_funcs == [by_length, short]
@@ -34,7 +36,9 @@ def test_the_attributes_that_scripts_read(untied_dir: str, tmp_path: Path, hf_en
     assert run.reward_weights.tolist() == [1.0, 0.5]
     assert run.reward_processing_classes == [None, None]
     assert (
-        run.num_generations == run.num_generations_eval == (2 if method == "OnlineDPO" else fields["num_generations"])
+        run.num_generations
+        == run.num_generations_eval
+        == (2 if method == "OnlineDPO" else fields["num_generations"])
     )
     assert run.max_completion_length == 6
     assert run.temperature == run.config.temperature
@@ -58,7 +62,11 @@ def test_an_assignment_that_the_run_would_not_follow_is_refused_for_every_attrib
 ) -> None:
     for method in sorted(FIELDS):
         run = make(method, untied_dir, tmp_path, hf_engine, FIELDS[method])
-        fixed = {n: a for n, a in vars(TRLNames).items() if isinstance(a, Attribute) and not a.acts and hasattr(run, n)}
+        fixed = {
+            n: a
+            for n, a in vars(TRLNames).items()
+            if isinstance(a, Attribute) and not a.acts and hasattr(run, n)
+        }
         assert len(fixed) > 35
         for name in fixed:
             before = getattr(run, name)
@@ -110,7 +118,8 @@ def test_numbers_of_the_loss_change_it_from_the_next_step_on_and_after_a_resume(
     assert changed[2] > 2 * unchanged[2]
     assert (run.beta, run.epsilon_low, run.epsilon_high, run.entropy_coef) == (40.0, 0.1, 0.4, 0.02)
     assert changes_of(tmp_path / "a") == [
-        (2, "beta", 40.0), (2, "epsilon", 0.1), (2, "epsilon_high", 0.4), (2, "entropy_coef", 0.02), (2, "reward_weights", [2.0]),
+        (2, "beta", 40.0), (2, "epsilon", 0.1), (2, "epsilon_high", 0.4), (2, "entropy_coef", 0.02), (2,
+        "reward_weights", [2.0]),
     ]  # fmt: skip
     again = make("GRPO", untied_dir, tmp_path / "a", hf_engine, fields)
     again.train(resume_from_checkpoint=True)
@@ -132,7 +141,13 @@ def test_reward_weights_change_the_rewards_of_the_next_generation(
     fields = {**GROUPS, "max_steps": 3, "multi_objective_aggregation": "normalize_then_sum"}
     rewards = [by_length, short]
     run = make(
-        "GRPO", untied_dir, tmp_path, hf_engine, fields, reward_funcs=rewards, callbacks=[At(1, lambda: change())]
+        "GRPO",
+        untied_dir,
+        tmp_path,
+        hf_engine,
+        fields,
+        reward_funcs=rewards,
+        callbacks=[At(1, lambda: change())],
     )
     run.train()
     first, second, _ = logs(run)
@@ -184,7 +199,12 @@ def test_a_reward_model_stands_for_itself_beside_its_tokenizer(
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:
     config = LlamaConfig(
-        vocab_size=384, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=1
+        vocab_size=384,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=1,
     )
     config.pad_token_id = 0
     model, tokenizer = LlamaForSequenceClassification(config), make_tokenizer()
@@ -201,7 +221,9 @@ def test_a_reward_model_stands_for_itself_beside_its_tokenizer(
     assert run.reward_processing_classes == [None, tokenizer]
 
 
-def test_with_an_adapter_there_is_no_reference_model(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_with_an_adapter_there_is_no_reference_model(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     run = make("GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, "beta": 0.1}, peft_config=lora())
     assert run.ref_model is None
 
@@ -224,7 +246,12 @@ def test_a_callback_reads_the_figures_since_the_last_log_and_adds_its_own(
             self.seen.append(list(run._metrics["train"]["reward"]))
 
     run = make(
-        "GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, "max_steps": 4, "logging_steps": 2}, callbacks=[Adds()]
+        "GRPO",
+        untied_dir,
+        tmp_path,
+        hf_engine,
+        {**GROUPS, "max_steps": 4, "logging_steps": 2},
+        callbacks=[Adds()],
     )
     run.train()
     logs = [log for log in run.state.log_history if "loss" in log]
@@ -262,14 +289,18 @@ def test_the_model_card_names_the_data_and_the_method(
         ({}, ""),
     ],
 )
-def test_what_trl_warns_of_is_said(fields: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_trl_warns_of_is_said(
+    fields: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     lockstep.GRPOConfig(output_dir="unused", **fields)
     err = capsys.readouterr().err
     assert said in err
     assert bool(said) == ("importance_sampling_level=" in err)
 
 
-PARTS = [{"role": "user", "content": [{"type": "text", "text": "what is "}, {"type": "text", "text": "2 + 2"}]}]
+PARTS = [
+    {"role": "user", "content": [{"type": "text", "text": "what is "}, {"type": "text", "text": "2 + 2"}]}
+]
 PLAIN = [{"role": "user", "content": "what is 2 + 2"}]
 
 
@@ -292,4 +323,6 @@ def test_text_parts_are_the_text_that_they_make(untied_dir: str, tmp_path: Path,
     assert seen
     assert all(prompt == PLAIN for prompt in seen)
     assert all(tuple(p.ids.tolist()) == render_prompt(PLAIN, tokenizer) for p in run.loop.prompts)
-    assert not torch.isnan(torch.tensor([log["loss"] for log in run.state.log_history if "loss" in log])).any()
+    assert not torch.isnan(
+        torch.tensor([log["loss"] for log in run.state.log_history if "loss" in log])
+    ).any()

@@ -1,7 +1,10 @@
-"""Training on two ranks (gloo) equals training on one rank, for every method. Errors reach both ranks, and no rank hangs.
+"""Training on two ranks (gloo) equals training on one rank, for every method.
 
-Both ranks do all the work in one pair of processes (`two_ranks.py`), because starting a process takes longer than most of the work.
-CI leaves out the cases in which the ranks add up the same sums as in another case; they are run before a release.
+Errors reach both ranks, and no rank hangs.
+
+Both ranks do all the work in one pair of processes (`two_ranks.py`), because starting a process takes longer than
+most of the work. CI leaves out the cases in which the ranks add up the same sums as in another case; they are run
+before a release.
 """
 
 from __future__ import annotations
@@ -43,7 +46,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(untied_dir: str, folder: Path) -> Found:
-    """The results of both ranks, by piece of work. A hang is a failure. The work in which a rank is killed comes last."""
+    """The results of both ranks, by piece of work.
+
+    A hang is a failure. The work in which a rank is killed comes last.
+    """
     assert list(WORK)[-1] == "reward:killed"
     save_caller(folder / "caller")
     save_family("mixtral", folder / "experts")
@@ -59,16 +65,25 @@ def found(untied_dir: str, folder: Path) -> Found:
 
 @pytest.fixture(scope="module")
 def alone(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """The results of a single rank. It runs in a process of the same kind, because log-probs depend on threads and libraries."""
+    """The results of a single rank.
+
+    It runs in a process of the same kind, because log-probs depend on threads and libraries.
+    """
     folder = tmp_path_factory.mktemp("alone")
     save_caller(folder / "caller")
     save_family("mixtral", folder / "experts")
-    run_ranks([sys.executable, str(SCRIPT)], [untied_dir, str(folder), *COMPARED], folder, [0], names=(ALONE,))
+    run_ranks(
+        [sys.executable, str(SCRIPT)], [untied_dir, str(folder), *COMPARED], folder, [0], names=(ALONE,)
+    )
     return functools.cache(lambda name: torch.load(folder / f"{name}.{ALONE}.pt"))
 
 
 def run_ranks(
-    command: list[str], arguments: list[str], folder: Path, codes: list[int], names: Sequence[str] = ("0", "1")
+    command: list[str],
+    arguments: list[str],
+    folder: Path,
+    codes: list[int],
+    names: Sequence[str] = ("0", "1"),
 ) -> None:
     """Start the ranks of a script that takes RANK, PORT and further arguments, and wait for them."""
     port, ranks = str(free_port()), []
@@ -138,7 +153,9 @@ def check_steps(one: dict[str, Any], both: list[dict[str, Any]]) -> None:
 def test_both_ranks_hold_the_very_same_weights_and_no_wrapper_averages_gradients(found: Found) -> None:
     one, other = found("methods")
     for case in one:
-        assert all(torch.equal(tensor, other[case]["weights"][name]) for name, tensor in one[case]["weights"].items())
+        assert all(
+            torch.equal(tensor, other[case]["weights"][name]) for name, tensor in one[case]["weights"].items()
+        )
         assert not one[case]["wrapped"]
 
 
@@ -174,7 +191,9 @@ def check_entries(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def test_a_run_goes_on_from_its_checkpoint_on_two_ranks_as_if_it_had_not_stopped(found: Found, folder: Path) -> None:
+def test_a_run_goes_on_from_its_checkpoint_on_two_ranks_as_if_it_had_not_stopped(
+    found: Found, folder: Path
+) -> None:
     one, other = found("resumed")
     for name, tensor in one["whole"].items():
         assert torch.equal(tensor, one["resumed"][name]), name
@@ -186,7 +205,9 @@ def test_a_run_goes_on_from_its_checkpoint_on_two_ranks_as_if_it_had_not_stopped
 def test_what_a_callback_changes_on_both_ranks_is_taken_and_written_once(found: Found, folder: Path) -> None:
     assert [own["decay"] for own in found("optimizer:callbacks")] == [[10.0] * 3] * 2
     (entry,) = [e for e in check_entries(folder / "optimizer-callbacks") if e["kind"] == "optimizer"]
-    assert [(c["group"], c["before"], c["after"]) for c in entry["changes"]] == [(i, 0.0, 10.0) for i in range(3)]
+    assert [(c["group"], c["before"], c["after"]) for c in entry["changes"]] == [
+        (i, 0.0, 10.0) for i in range(3)
+    ]
 
 
 def test_an_evaluation_is_the_same_on_both_ranks_and_on_one(alone: Alone, found: Found) -> None:
@@ -218,13 +239,18 @@ def test_each_pair_is_judged_once(found: Found) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tools", "environments", "function"])
-def test_rollouts_with_tools_are_the_same_on_both_ranks_and_on_one(alone: Alone, found: Found, kind: str) -> None:
+def test_rollouts_with_tools_are_the_same_on_both_ranks_and_on_one(
+    alone: Alone, found: Found, kind: str
+) -> None:
     one, (first, second) = alone("acting")[kind], [own[kind] for own in found("acting")]
     assert first["rollouts"] == second["rollouts"] == one["rollouts"]
     same_logs(first["logs"], second["logs"])
     # The gap itself is rounding, which differs with the packs.
     counted = ("loss", "grad_norm", "reward", "tools/", "extras/environments/", "completions/", "num_tokens")
-    logs = [[{n: v for n, v in log.items() if n.startswith(counted)} for log in own["logs"]] for own in (first, one)]
+    logs = [
+        [{n: v for n, v in log.items() if n.startswith(counted)} for log in own["logs"]]
+        for own in (first, one)
+    ]
     same_logs(*logs)
     assert all(torch.equal(second["weights"][name], value) for name, value in first["weights"].items())
     # Environments are on one rank, and that rank scores all rollouts. Otherwise each rank scores its share.
@@ -254,7 +280,11 @@ def test_a_share_without_a_score_is_no_error_while_the_other_has_some(found: Fou
             "rank 0: reward function reward returned 1 scores for 2 completions (in a rehearsal",
         ),
         ("reward:fails", "InputError", "rank 1: reward function reward raised ZeroDivisionError: by design"),
-        ("data:image", "InputError", "rank 1: the train dataset has a column 'image': images are not supported"),
+        (
+            "data:image",
+            "InputError",
+            "rank 1: the train dataset has a column 'image': images are not supported",
+        ),
         ("data:parts", "InputError", "rank 1: prompt train/0: a message's content must be text"),
         ("data:fewer", "InputError", "rank 1 has other prompts than rank 0 (7 and 8 of them)"),
         ("data:order", "InputError", "rank 1 has other prompts than rank 0 (8 and 8 of them)"),
@@ -272,7 +302,9 @@ def test_a_share_without_a_score_is_no_error_while_the_other_has_some(found: Fou
         ("breaks", "LockstepError", "rank 1: checkpoint-2 could not be written"),
     ],
 )
-def test_what_goes_wrong_on_one_rank_is_the_same_error_on_both(found: Found, work: str, kind: str, said: str) -> None:
+def test_what_goes_wrong_on_one_rank_is_the_same_error_on_both(
+    found: Found, work: str, kind: str, said: str
+) -> None:
     one, other = found(work)
     assert one["raised"] == other["raised"] == kind
     assert said in one["message"]
@@ -280,9 +312,13 @@ def test_what_goes_wrong_on_one_rank_is_the_same_error_on_both(found: Found, wor
 
 
 @pytest.mark.parametrize(
-    ("by", "proof", "step"), [("callback", "model_gradient", 2), ("other code", "hooks", 1)], ids=["callback", "other"]
+    ("by", "proof", "step"),
+    [("callback", "model_gradient", 2), ("other code", "hooks", 1)],
+    ids=["callback", "other"],
 )
-def test_gradients_that_one_rank_reverses_later_stop_both(found: Found, by: str, proof: str, step: int) -> None:
+def test_gradients_that_one_rank_reverses_later_stop_both(
+    found: Found, by: str, proof: str, step: int
+) -> None:
     one, other = found(f"reversed:{by}")
     assert one["raised"] == other["raised"] == "ProofError"
     assert f"proof {proof!r} failed" in one["message"]
@@ -314,23 +350,54 @@ def test_the_rank_without_the_engine_prints_nothing_of_its_own(found: Found, fol
     assert not any(word in (folder / "1.log").read_text() for word in ("engine:", "'loss'"))
 
 
-def test_the_command_runs_on_two_ranks_and_leaves_and_says_everything_once(untied_dir: str, tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(24)))
+def test_the_command_runs_on_two_ranks_and_leaves_and_says_everything_once(
+    untied_dir: str, tmp_path: Path
+) -> None:
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(24))
+    )
     (tmp_path / "rewards.py").write_text(
         "def size(completion_ids, **_):\n    return [float(ids[0] % 7) for ids in completion_ids]\n"
     )
-    fields: dict[str, Any] = {"model_name_or_path": untied_dir, "dataset_name": tmp_path / "data.jsonl", "eval_size": 4}
-    fields |= {"reward_funcs": f"{tmp_path / 'rewards.py'}:size", "output_dir": tmp_path / "run", "use_vllm": "false"}
-    fields |= {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "bf16": "false"}
-    fields |= {"max_steps": 2, "save_steps": 1, "logging_steps": 1, "learning_rate": 1e-3, "report_to": "none"}
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    fields: dict[str, Any] = {
+        "model_name_or_path": untied_dir,
+        "dataset_name": tmp_path / "data.jsonl",
+        "eval_size": 4,
+    }
+    fields |= {
+        "reward_funcs": f"{tmp_path / 'rewards.py'}:size",
+        "output_dir": tmp_path / "run",
+        "use_vllm": "false",
+    }
+    fields |= {
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "bf16": "false",
+    }
+    fields |= {
+        "max_steps": 2,
+        "save_steps": 1,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "report_to": "none",
+    }
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={free_port()}",
+    ]
     words += ["-m", "lockstep.cli.main", "grpo"]
     words += [str(word) for name, value in fields.items() for word in (f"--{name}", value)]
     done = finish(words, timeout=LIMIT)
     assert done.returncode == 0, done.stderr[-3000:]
     for said in ("engine: transformers", "held-out reward", "report   "):
         assert done.stdout.count(said) == (3 if said == "held-out reward" else 1), done.stdout
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == [1, 2]
     assert [entry["kind"] for entry in check_entries(tmp_path / "run")] == [
         "start",

@@ -27,7 +27,9 @@ class Scores:
 
     def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float | None]:
         self.calls += 1
-        return [None if self.calls in self._unscored else float(len(ids) + ids[0] % 7) for ids in completion_ids]
+        return [
+            None if self.calls in self._unscored else float(len(ids) + ids[0] % 7) for ids in completion_ids
+        ]
 
 
 class Weights(TrainerCallback):
@@ -92,7 +94,9 @@ def test_so_many_in_a_row_end_the_run_and_others_in_between_start_the_count_anew
     fields = {**FIELDS["GRPO"], **calls, "max_unscored_generations": 2, "logging_steps": 3}
     scores = Scores(1, 3, 5, 6)
     run = make("GRPO", untied_dir, tmp_path, hf_engine, fields, reward_funcs=scores)
-    with pytest.raises(InputError, match=r"none of scores scored any of the 4 completions, in 2 generations in a row"):
+    with pytest.raises(
+        InputError, match=r"none of scores scored any of the 4 completions, in 2 generations in a row"
+    ):
         run.train()
     assert scores.calls == 6
     assert run.state.global_step == 5
@@ -111,4 +115,6 @@ def test_a_pair_without_any_verdict_ends_nothing(untied_dir: str, tmp_path: Path
     run.train()
     logs = [log for log in run.state.log_history if "loss" in log]
     assert [log["pairs/undecided"] for log in logs] == [1, 1]
-    assert not any(math.isnan(value) for name, value in logs[0].items() if not name.startswith("rewards/judge"))
+    assert not any(
+        math.isnan(value) for name, value in logs[0].items() if not name.startswith("rewards/judge")
+    )

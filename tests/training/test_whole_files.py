@@ -45,7 +45,9 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(
         assert "run.json" in str(found.value)
 
 
-def test_a_line_that_cannot_be_written_whole_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_cannot_be_written_whole_leaves_no_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "receipt.jsonl"
     append_line(path, "one")
 

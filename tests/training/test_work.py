@@ -124,7 +124,9 @@ def test_a_pass_without_gradient_is_taken_where_something_must_be_known_before_t
 def test_what_was_scored_before_the_first_step_and_moves_nothing_takes_no_other_pass(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch, more: dict[str, int]
 ) -> None:
-    run = make("GRPO", untied_dir, tmp_path, hf_engine, {**TWO_GROUPS, **more, "max_steps": 2}, reward_funcs=agreeing)
+    run = make(
+        "GRPO", untied_dir, tmp_path, hf_engine, {**TWO_GROUPS, **more, "max_steps": 2}, reward_funcs=agreeing
+    )
     work = worked(run, monkeypatch)
     every, apart = names_of(run)
     assert work.looked() == Counter(every)
@@ -142,7 +144,9 @@ def test_what_was_scored_for_the_advantages_and_moves_nothing_takes_no_other_pas
     assert work.learned() == Counter(apart)
     # The gap is judged and recorded over all tokens.
     receipt = [json.loads(line) for line in (tmp_path / "receipt.jsonl").read_text().splitlines()]
-    assert receipt[-1]["checked_tokens"] == receipt[-1]["sampled_tokens"] == run.loop.generation.sampled_tokens
+    assert (
+        receipt[-1]["checked_tokens"] == receipt[-1]["sampled_tokens"] == run.loop.generation.sampled_tokens
+    )
 
 
 @pytest.mark.parametrize(("method", "more"), [("GRPO", {"num_iterations": 2, "max_steps": 2}), ("RLOO", {})])
@@ -161,7 +165,9 @@ def test_a_step_that_loses_such_a_sequence_is_not_taken(
         return real(step, policy, [s for s in sequences if run.objective.has_gradient(s)], part)
 
     monkeypatch.setattr(OptimizerStep, "learn", learn)
-    with pytest.raises(ProofError, match=r"micro-batch 0 learns from 2 completions, and 4 were sampled for it"):
+    with pytest.raises(
+        ProofError, match=r"micro-batch 0 learns from 2 completions, and 4 were sampled for it"
+    ):
         run.train()
     assert run.state.global_step == 0
 
@@ -213,7 +219,12 @@ def test_several_steps_per_generation_take_one_pass_before_the_first(
 
 @pytest.mark.parametrize(("passes", "looked"), [(1, 1), (2, 2)])
 def test_the_threshold_of_entropies_takes_a_pass_only_where_the_policy_has_moved_since_the_last(
-    untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch, passes: int, looked: int
+    untied_dir: str,
+    tmp_path: Path,
+    hf_engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    passes: int,
+    looked: int,
 ) -> None:
     fields = {**TWO_GROUPS, "top_entropy_quantile": 0.5, "num_iterations": passes, "max_steps": passes}
     run = make("GRPO", untied_dir, tmp_path, hf_engine, fields, reward_funcs=agreeing)

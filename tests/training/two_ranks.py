@@ -1,4 +1,6 @@
-"""One of two trainer ranks, or a single rank, started by `test_two_ranks.py`. It writes what each piece of work returned or raised.
+"""One of two trainer ranks, or a single rank, started by `test_two_ranks.py`.
+
+It writes what each piece of work returned or raised.
 
 python two_ranks.py RANK PORT MODEL FOLDER WORK …      (RANK: 0, 1, or alone)
 """
@@ -104,21 +106,32 @@ def clipped(rank: int, model: str, folder: Path) -> dict[str, Any]:
 
     run = make("grpo-grpo", model, folder / "clipped", **cut(), **CLIPPED)
     run.train()
-    return {"weights": {name: p.detach() for name, p in run.model.named_parameters()}, "logs": run.state.log_history}
+    return {
+        "weights": {name: p.detach() for name, p in run.model.named_parameters()},
+        "logs": run.state.log_history,
+    }
 
 
 CLIPPED: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 0.05}
 
 
 def resumed(rank: int, model: str, folder: Path) -> dict[str, Any]:
-    """Four steps at once; and two steps, then two more in another trainer, with a method that keeps every kind of state."""
+    """Four steps at once; and two steps, then two more in another trainer, with a method that keeps every kind of
+    state.
+    """
     import shutil
 
     from accounts import make
 
     from lockstep.run.files.checkpoints import cut_back
 
-    fields = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
+    fields = {
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-3,
+    }
     found = {}
     for name, checkpoint in (("whole", None), ("resumed", str(folder / "whole" / "checkpoint-2"))):
         run = make("ppo", model, folder / name, size=2, ranks=2, **fields)
@@ -194,7 +207,9 @@ def rewards(rank: int, model: str, folder: Path) -> dict[str, Any]:
 
     seen: list[list[str]] = []
 
-    def counting(prompts: list[str], completions: list[str], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
+    def counting(
+        prompts: list[str], completions: list[str], log_metric: Any, log_extra: Any, **_: Any
+    ) -> list[float]:
         seen.append(list(prompts))
         log_metric("rank", rank)
         log_extra("scored_by", [rank] * len(prompts))
@@ -257,12 +272,15 @@ def acting(rank: int, model: str, folder: Path) -> dict[str, Any]:
         seen.append(len(completions))
         assert all(e.row["number"] == n for e, n in zip(given.get("environments", ()), number, strict=False))
         return [
-            sum("tool_calls" in message for message in c) + n / 10 for c, n in zip(completions, number, strict=True)
+            sum("tool_calls" in message for message in c) + n / 10
+            for c, n in zip(completions, number, strict=True)
         ]
 
     def sampled(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         found = lockstep.generate_rollout_completions(trainer, prompts, max_tokens=12)
-        columns = {name: [row[name] for row in found] for name in ("prompt_ids", "completion_ids", "logprobs")}
+        columns = {
+            name: [row[name] for row in found] for name in ("prompt_ids", "completion_ids", "logprobs")
+        }
         return {**columns, "size": [len(row["completion_ids"]) for row in found]}
 
     def by_size(size: list[int], **_: Any) -> list[float]:
@@ -270,12 +288,32 @@ def acting(rank: int, model: str, folder: Path) -> dict[str, Any]:
         return [float(value) for value in size]
 
     rows = [
-        {"prompt": [{"role": "user", "content": f"what is {i} + {i}"}], "number": i, "how": "reset" if i == 3 else ""}
+        {
+            "prompt": [{"role": "user", "content": f"what is {i} + {i}"}],
+            "number": i,
+            "how": "reset" if i == 3 else "",
+        }
         for i in range(8)
     ]
-    config = {"max_completion_length": 80, "num_generations": 4, "max_steps": 2, "logging_steps": 1, "use_vllm": False}
-    config |= {"save_strategy": "no", "bf16": False, "disable_tqdm": True, "report_to": [], "learning_rate": 1e-3}
-    config |= {"per_device_train_batch_size": 16 if alone() else 8, "rehearse_rewards": False, "recheck_rewards": False}
+    config = {
+        "max_completion_length": 80,
+        "num_generations": 4,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "use_vllm": False,
+    }
+    config |= {
+        "save_strategy": "no",
+        "bf16": False,
+        "disable_tqdm": True,
+        "report_to": [],
+        "learning_rate": 1e-3,
+    }
+    config |= {
+        "per_device_train_batch_size": 16 if alone() else 8,
+        "rehearse_rewards": False,
+        "recheck_rewards": False,
+    }
     results = {}
     path = str(folder / "caller")
     for name, given, reward in (
@@ -373,7 +411,9 @@ def fails_to_learn(rank: int, model: str, folder: Path) -> Any:
 
 
 def reversed_on_one_rank(by: str) -> Callable[[int, str, Path], Any]:
-    """Hooks that reverse all gradients of one rank from the second step on, and that a callback or other code registers."""
+    """Hooks that reverse all gradients of one rank from the second step on, and that a callback or other code
+    registers.
+    """
 
     def work(rank: int, model: str, folder: Path) -> Any:
         import torch
@@ -416,7 +456,9 @@ def breaks(rank: int, model: str, folder: Path) -> Any:
     import torch
     from accounts import make
 
-    run = make("rloo", model, folder / "breaks", ranks=2, size=2, max_steps=2, save_strategy="steps", save_steps=2)
+    run = make(
+        "rloo", model, folder / "breaks", ranks=2, size=2, max_steps=2, save_strategy="steps", save_steps=2
+    )
     failed, save = folder / "breaks-failed", torch.save
 
     def full(output_dir: str) -> None:
@@ -464,14 +506,18 @@ def other_data(kind: str) -> Callable[[int, str, Path], Any]:
 
 
 def on_server() -> dict[str, Any]:
-    """The fields for the real server, if the tests have started one, or for an engine that is split over two workers."""
+    """The fields for the real server, if the tests have started one, or for an engine that is split over two
+    workers.
+    """
     if os.environ.get("TEST_SPLIT_ENGINE"):
         return {"use_vllm": True, "vllm_tensor_parallel_size": 2}
     url = os.environ.get("TEST_SERVER_URL")
     return {"use_vllm": None, "vllm_server_base_url": url} if url else {}
 
 
-PICTURE: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+PICTURE: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}
+]
 OTHER_DATA = ("image", "parts", "fewer", "order", "none")
 
 
@@ -481,15 +527,25 @@ def served(rank: int, model: str, folder: Path) -> dict[str, Any]:
 
     run = make("grpo-grpo", model, folder / "served", size=2, ranks=2, **on_server())
     run.train()
-    return {"weights": {name: p.detach() for name, p in run.model.named_parameters()}, "logs": run.state.log_history}
+    return {
+        "weights": {name: p.detach() for name, p in run.model.named_parameters()},
+        "logs": run.state.log_history,
+    }
 
 
 def split(rank: int, model: str, folder: Path) -> dict[str, Any]:
-    """One method with one engine for both ranks, split over two worker processes; alone, with an engine in this process."""
+    """One method with one engine for both ranks, split over two worker processes; alone, with an engine in this
+    process.
+    """
     from accounts import gradients, make
 
     run = make(
-        "grpo-grpo", model, folder / "split", use_vllm=True, vllm_tensor_parallel_size=1 if alone() else 2, **cut()
+        "grpo-grpo",
+        model,
+        folder / "split",
+        use_vllm=True,
+        vllm_tensor_parallel_size=1 if alone() else 2,
+        **cut(),
     )
     steps = gradients(run)
     return {
@@ -504,7 +560,10 @@ WORK: dict[str, Callable[[int, str, Path], Any]] = {
     "experts": experts,
     "clipped": clipped,
     "resumed": resumed,
-    **{f"optimizer:{kind}": optimizer_of_one_rank(kind) for kind in ("middle", "callback", "callbacks", "loaded")},
+    **{
+        f"optimizer:{kind}": optimizer_of_one_rank(kind)
+        for kind in ("middle", "callback", "callbacks", "loaded")
+    },
     "evaluated": evaluated,
     "rewards": rewards,
     "judged": judged,

@@ -24,12 +24,15 @@ from lockstep.watch import forward as plain_forward
 from lockstep.watch import reference as frozen
 from lockstep.watch.model_gradient import Checked
 
-# There are two groups per step: the rewards of the first prompt of `PROMPTS` are equal, those of the second one are not.
+# There are two groups per step: the rewards of the first prompt of `PROMPTS` are equal, those of the second one are
+# not.
 TWO_GROUPS = {**GROUPS, "max_steps": 1, "shuffle_dataset": False}
 
 
 def agreeing(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that is equal for all completions of an even prompt, and different for all completions of an odd prompt."""
+    """A reward that is equal for all completions of an even prompt, and different for all completions of an odd
+    prompt.
+    """
     return [float(i) if int(prompt.split()[-1]) % 2 else 1.0 for i, prompt in enumerate(prompts)]
 
 
@@ -51,11 +54,13 @@ class Work:
         learning: the sequences that were scored with gradient, one entry per forward.
         looking: the sequences that were scored without gradient, one entry per forward.
         adapters: for each forward, whether the adapter was on, if there is one.
-        forwards: the number of forwards through policy or reference, from any caller, after the start of the run is proven.
-        checks: the number of sequences whose reference log-probs were computed a second time, one per pass of the reference.
+        forwards: the number of forwards through policy or reference, from any caller, after the start of the run is
+            proven.
+        checks: the number of sequences whose reference log-probs were computed a second time, one per pass of the
+            reference.
         outputs: the number of forwards that show whether the reference still computes what it computed at first.
-        repeated: the number of sequences whose log-probs were computed a second time by a plain forward: one per later step of a
-            generation, if it learns from any.
+        repeated: the number of sequences whose log-probs were computed a second time by a plain forward: one per
+            later step of a generation, if it learns from any.
         backwards: the number of the trainer's backward calls.
     """
 
@@ -79,7 +84,10 @@ class Work:
 
 @contextmanager
 def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
-    """Count the work of a run: the passes that score a pack. Hooks on the models show that there are no other passes."""
+    """Count the work of a run: the passes that score a pack.
+
+    Hooks on the models show that there are no other passes.
+    """
     work = Work()
     real_check, real_plain = frozen.check_reference_scores, plain_forward.check_plain
     real_outputs = run.watch.reference_outputs.check
@@ -151,7 +159,9 @@ def names_of(run: Any) -> tuple[list[str], list[str]]:
         (int(g.prompt.source.split()[-1]), [str(r.completion.key) for r in g.rollouts])
         for g in run.loop.generation.groups
     ]
-    return [name for _, names in groups for name in names], [name for n, names in groups if n % 2 for name in names]
+    return [name for _, names in groups for name in names], [
+        name for n, names in groups if n % 2 for name in names
+    ]
 
 
 def worked(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Work:

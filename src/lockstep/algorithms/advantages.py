@@ -29,10 +29,10 @@ def group_advantages(rewards: list[torch.Tensor], scale: ScaleRewards) -> list[t
 
     Args:
         rewards: one (G_i,) tensor per group; groups may differ in size.
-        scale: `group` divides by the group's own standard deviation. `batch` divides by the standard deviation of all rewards.
-            `advantages` divides by the standard deviation of all differences to the group means (ScaleRL, arXiv 2510.13786: the
-            difference between groups does not tell how hard they are to improve on). `none` does not divide (Dr. GRPO, arXiv
-            2503.20783: scaling favours groups with a small spread).
+        scale: `group` divides by the group's own standard deviation. `batch` divides by the standard deviation of all
+            rewards. `advantages` divides by the standard deviation of all differences to the group means (ScaleRL,
+            arXiv 2510.13786: the difference between groups does not tell how hard they are to improve on). `none`
+            does not divide (Dr. GRPO, arXiv 2503.20783: scaling favours groups with a small spread).
 
     Returns:
         One (G_i,) tensor per group. A group of equal rewards has advantages of exactly zero.
@@ -47,7 +47,8 @@ def group_advantages(rewards: list[torch.Tensor], scale: ScaleRewards) -> list[t
 
 
 def normalised_reward_advantages(scores: list[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
-    """Scale each reward function within its group, sum the functions, then scale over the batch (GDPO, arXiv 2601.05242).
+    """Scale each reward function within its group, sum the functions, then scale over the batch (GDPO, arXiv
+    2601.05242).
 
     So a function with large numbers does not outweigh the others, and two groups with the same sum remain distinct.
 
@@ -91,7 +92,8 @@ def varies(rewards: Sequence[float]) -> bool:
 
 
 def compared(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The completions that were scored and share their group with another scored one: the mask for `whiten` of their advantages.
+    """The completions that were scored and share their group with another scored one: the mask for `whiten` of their
+    advantages.
 
     Args:
         rewards: one (G_i,) tensor per group.
@@ -164,7 +166,9 @@ def rewards_to_go(
     earned = -beta * kl
     written = segments.lengths > 0
     last = segments.lengths.cumsum(0) - 1
-    return _discounted_sums(earned.index_add(0, last[written], rewards[written].to(earned.dtype)), gamma, segments)
+    return _discounted_sums(
+        earned.index_add(0, last[written], rewards[written].to(earned.dtype)), gamma, segments
+    )
 
 
 @torch.no_grad()
@@ -195,7 +199,8 @@ def generalised_advantages(
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip_range: float
 ) -> torch.Tensor:
-    """PPO's value loss, as its implementations have it: beyond `clip_range` from the old estimate, moving further gains nothing.
+    """PPO's value loss, as its implementations have it: beyond `clip_range` from the old estimate, moving further
+    gains nothing.
 
     Args:
         values: (N,) estimates, with gradient.
@@ -211,7 +216,10 @@ def clipped_value_loss(
 
 
 def _discounted_sums(values: torch.Tensor, decay: float, segments: Segments) -> torch.Tensor:
-    """(N,) Σ over k of decay^k × the value k tokens later, up to the completion's end. One vector operation per position."""
+    """(N,) Σ over k of decay^k × the value k tokens later, up to the completion's end.
+
+    One vector operation per position.
+    """
     if len(values) == 0:
         return values.clone()
     ends = segments.lengths.cumsum(0)

@@ -40,7 +40,8 @@ def importance_weights(
 ) -> torch.Tensor:
     """Importance weights π_trainer / π_engine, bounded so that no token or completion dominates.
 
-    The engine samples a token, and the trainer differentiates its log-prob. The weight corrects the difference in their numerics.
+    The engine samples a token, and the trainer differentiates its log-prob. The weight corrects the difference in
+    their numerics.
 
     Args:
         policy_logps: (N,) the trainer's log-probs under the weight version that sampled.
@@ -49,10 +50,10 @@ def importance_weights(
         mode:
             `token_truncate`: each token's ratio, clamped to the bounds (TIS);
             `token_mask`: each token's ratio, 0 outside the bounds (with both bounds set: IcePop);
-            `sequence_truncate`, `sequence_mask`: the same, with the product of a completion's ratios at each of its tokens (the
-            product vanishes or explodes with length: TRL #5814);
-            `sequence_geometric_mask`: 1 for every token of a completion whose geometric mean ratio lies within the bounds,
-            otherwise 0.
+            `sequence_truncate`, `sequence_mask`: the same, with the product of a completion's ratios at each of its
+            tokens (the product vanishes or explodes with length: TRL #5814);
+            `sequence_geometric_mask`: 1 for every token of a completion whose geometric mean ratio lies within the
+            bounds, otherwise 0.
         clip_min: lower bound of a ratio; None: no lower bound.
         clip_max: upper bound of a ratio; None: no upper bound.
 
@@ -102,15 +103,16 @@ def off_policy_mask(
     segments: Segments,
     threshold: float,
 ) -> torch.Tensor:
-    """Drop completions with a negative advantage that the policy has become unlikely to write (DeepSeek-V3.2, arXiv 2512.02556).
+    """Drop completions with a negative advantage that the policy has become unlikely to write (DeepSeek-V3.2, arXiv
+    2512.02556).
 
     Args:
         logps: (N,) log-probs under the policy.
         behaviour_logps: (N,) log-probs under the policy that sampled.
         advantages: (N,) advantage of each token's completion.
         segments: the completions.
-        threshold: nats per token. A completion with a negative advantage is dropped if its mean of behaviour − policy log-prob
-            exceeds this.
+        threshold: nats per token. A completion with a negative advantage is dropped if its mean of behaviour − policy
+            log-prob exceeds this.
 
     Returns:
         (N,) 1.0 for a token that is kept, 0.0 for a dropped token.
@@ -128,7 +130,8 @@ def high_entropy_mask(entropies: torch.Tensor, share: float) -> torch.Tensor:
         share: share of the tokens to keep, in (0, 1].
 
     Returns:
-        (N,) bool, True where the entropy reaches the (1 − share) quantile, interpolated linearly. All True for a share of 1.
+        (N,) bool, True where the entropy reaches the (1 − share) quantile, interpolated linearly. All True for a
+        share of 1.
     """
     if entropies.numel() == 0:
         return torch.zeros_like(entropies, dtype=torch.bool)
@@ -159,8 +162,8 @@ def k3(logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
 class _ExpMinusLinear(torch.autograd.Function):
     """exp(d) − 1 − d, and its derivative exp(d) − 1.
 
-    PyTorch would compute the derivative as a difference of numbers near 1. Where policy and reference are close, only rounding
-    would be left of it.
+    PyTorch would compute the derivative as a difference of numbers near 1. Where policy and reference are close, only
+    rounding would be left of it.
     """
 
     @staticmethod

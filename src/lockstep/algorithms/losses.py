@@ -31,14 +31,14 @@ def token_weights(lengths: torch.Tensor, loss_type: LossType, max_completion_len
     """Weight of each token of every completion of one optimizer step.
 
     Args:
-        lengths: (B,) completion lengths of the whole step, over all ranks and micro-batches; 0 for a masked completion, which
-            still counts among the B.
+        lengths: (B,) completion lengths of the whole step, over all ranks and micro-batches; 0 for a masked
+            completion, which still counts among the B.
         loss_type:
             `grpo`, `sapo`: mean over a completion's tokens, then over completions (arXiv 2402.03300);
             `dr_grpo`: sum over tokens, divided by B × the length limit (arXiv 2503.20783);
             `dapo`, `cispo`, `vespo`: mean over all tokens of the step (arXiv 2503.14476);
-            `bnpo`: mean over all tokens of the batch, which here is the whole step, so that it equals `dapo`. (Other programs use
-            the micro-batch, and then the result depends on how a step is split: TRL #7206.)
+            `bnpo`: mean over all tokens of the batch, which here is the whole step, so that it equals `dapo`. (Other
+            programs use the micro-batch, and then the result depends on how a step is split: TRL #7206.)
             `luspo`: sum over a completion's tokens, mean over completions (arXiv 2602.05261).
         max_completion_length: the length limit, in tokens.
 
@@ -64,7 +64,8 @@ def prompt_weights(lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         groups: (B,) index of each completion's prompt.
 
     Returns:
-        (B,) weight of one token of each completion. A prompt whose completions are all masked is still counted by the mean.
+        (B,) weight of one token of each completion. A prompt whose completions are all masked is still counted by the
+        mean.
     """
     prompts, places = groups.unique(return_inverse=True)
     tokens = torch.zeros(len(prompts)).index_add(0, places, lengths.float())
@@ -80,8 +81,8 @@ def importance_ratios(
         logps: (N,) log-probs under the policy, with gradient.
         old_logps: (N,) log-probs under the old policy, without gradient.
         segments: the completions.
-        level: `token`: each token's own ratio. `sequence`: at each token, the geometric mean of its completion's ratios (GSPO,
-            arXiv 2507.18071).
+        level: `token`: each token's own ratio. `sequence`: at each token, the geometric mean of its completion's
+            ratios (GSPO, arXiv 2507.18071).
 
     Returns:
         (N,) ratios, differentiable in `logps`.
@@ -108,7 +109,11 @@ class TokenLoss:
 
 
 def clipped_policy_loss(
-    ratios: torch.Tensor, advantages: torch.Tensor, epsilon: float, epsilon_high: float, delta: float | None = None
+    ratios: torch.Tensor,
+    advantages: torch.Tensor,
+    epsilon: float,
+    epsilon_high: float,
+    delta: float | None = None,
 ) -> TokenLoss:
     """PPO's clipped objective (arXiv 1707.06347, equation 7). Clipped tokens have no gradient.
 
@@ -118,7 +123,8 @@ def clipped_policy_loss(
         epsilon: lower clip: the ratio is at least 1 − epsilon.
         epsilon_high: upper clip: the ratio is at most 1 + epsilon_high.
         delta: upper limit of the ratio where the advantage is negative; without it there is none (INTELLECT-2, arXiv
-            2505.07291). It must be above 1 + epsilon_high, or the upper clip is never reached. It does not count as a clip.
+            2505.07291). It must be above 1 + epsilon_high, or the upper clip is never reached. It does not count as a
+            clip.
     """
     clipped = ratios.clamp(1 - epsilon, 1 + epsilon_high)
     bounded = ratios if delta is None else ratios.clamp(max=delta)
@@ -128,8 +134,11 @@ def clipped_policy_loss(
     return TokenLoss(loss, low, high)
 
 
-def cispo_loss(ratios: torch.Tensor, logps: torch.Tensor, advantages: torch.Tensor, epsilon_high: float) -> TokenLoss:
-    """Policy gradient with a bounded importance weight, in which every token keeps a gradient (CISPO, arXiv 2506.13585).
+def cispo_loss(
+    ratios: torch.Tensor, logps: torch.Tensor, advantages: torch.Tensor, epsilon_high: float
+) -> TokenLoss:
+    """Policy gradient with a bounded importance weight, in which every token keeps a gradient (CISPO, arXiv
+    2506.13585).
 
     Args:
         ratios: (N,) importance ratios; used as weights, without gradient.
@@ -183,7 +192,8 @@ def vespo_loss(
     lambda_neg: float,
     correction_level: ImportanceLevel = "token",
 ) -> tuple[TokenLoss, torch.Tensor]:
-    """Policy gradient weighted by φ(w) = w^k e^(λ(1 − w)) of a completion's importance weight w (VESPO, arXiv 2602.10693).
+    """Policy gradient weighted by φ(w) = w^k e^(λ(1 − w)) of a completion's importance weight w (VESPO, arXiv
+    2602.10693).
 
     Args:
         logps: (N,) log-probs under the policy, with gradient.
@@ -193,8 +203,8 @@ def vespo_loss(
         correction: (N,) weights of `importance_weights`, which are a factor of w; None: no correction.
         k_pos, lambda_pos: k and λ where the advantage is not negative.
         k_neg, lambda_neg: k and λ where the advantage is negative.
-        correction_level: `token`: each token has its own correction, and w contains their product. `sequence`: all tokens of a
-            completion have the same correction, and w contains it once.
+        correction_level: `token`: each token has its own correction, and w contains their product. `sequence`: all
+            tokens of a completion have the same correction, and w contains it once.
 
     Returns:
         The loss, without any clip, and (B,) φ of each completion. φ is 1 at w = 1 and for a completion without tokens.
@@ -279,4 +289,6 @@ def choose(rewards_first: torch.Tensor, rewards_second: torch.Tensor) -> torch.T
     """
     nobody = torch.full_like(rewards_first, -1, dtype=torch.int64)
     # Comparisons with NaN are false in both directions.
-    return nobody.masked_fill(rewards_first > rewards_second, 0).masked_fill(rewards_second > rewards_first, 1)
+    return nobody.masked_fill(rewards_first > rewards_second, 0).masked_fill(
+        rewards_second > rewards_first, 1
+    )

@@ -13,9 +13,11 @@ from lockstep.safe_text import say
 
 # Commands without fields, with their options.
 _OWN = {
-    "serve": "--host --port --key_file --dtype --cast_lm_head_to_fp32 --max_model_len --max_num_seqs --tensor_parallel_size "
+    "serve": "--host --port --key_file --dtype --cast_lm_head_to_fp32 --max_model_len --max_num_seqs "
+    "--tensor_parallel_size "
     "--gpu_memory_utilization --dry_run",
-    "audit": "--model --temperature --top_k --top_p --min_p --repetition_penalty --dtype --earlier --url --max_tokens --json",
+    "audit": "--model --temperature --top_k --top_p --min_p --repetition_penalty --dtype --earlier --url "
+    "--max_tokens --json",
     "init": "",
     "compare": "",
     "report": "--output",
@@ -68,11 +70,15 @@ def script() -> str:
         else:
             fields_there = fields_of("grpo" if command == "demo" else command)
             known = {name: field for name, field in fields_there.items() if is_shown(field)}
-            options = " ".join(f"--{name}" for name in ("config", "recipe", "dry_run", "help", "help-all", *known))
+            options = " ".join(
+                f"--{name}" for name in ("config", "recipe", "dry_run", "help", "help-all", *known)
+            )
             choices |= {name: field["choices"] for name, field in known.items() if "choices" in field}
         fields.append(f"      {command}) words={shlex.quote(options)} ;;")
     return _SCRIPT.format(
         commands=shlex.quote(" ".join(COMMANDS)),
-        choices="\n".join(f"      --{name}) words={shlex.quote(' '.join(said))} ;;" for name, said in choices.items()),
+        choices="\n".join(
+            f"      --{name}) words={shlex.quote(' '.join(said))} ;;" for name, said in choices.items()
+        ),
         fields="\n".join(fields),
     )

@@ -34,8 +34,12 @@ def describe() -> dict[str, dict[str, Any]]:
     """The fields by command. The fields that are equal in every command are under `shared`."""
     commands = {command: _fields_of(places) for command, places in CLASSES.items()}
     first, *others = commands.values()
-    shared = {name: entry for name, entry in first.items() if all(other.get(name) == entry for other in others)}
-    own = {command: {n: e for n, e in found.items() if n not in shared} for command, found in commands.items()}
+    shared = {
+        name: entry for name, entry in first.items() if all(other.get(name) == entry for other in others)
+    }
+    own = {
+        command: {n: e for n, e in found.items() if n not in shared} for command, found in commands.items()
+    }
     return {"shared": shared, **own}
 
 
@@ -43,7 +47,9 @@ def as_text(described: dict[str, dict[str, Any]]) -> str:
     """JSON with one line per field, so that two changes rarely touch the same line."""
     parts = []
     for command, found in described.items():
-        lines = [f"  {json.dumps(name)}: {json.dumps(entry, ensure_ascii=False)}" for name, entry in found.items()]
+        lines = [
+            f"  {json.dumps(name)}: {json.dumps(entry, ensure_ascii=False)}" for name, entry in found.items()
+        ]
         parts.append(f"{json.dumps(command)}: {{\n" + ",\n".join(lines) + "\n}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
@@ -54,7 +60,9 @@ def _fields_of(places: tuple[str, ...]) -> dict[str, Any]:
     for own in classes:
         said |= options_of(own)
     # A switch that is on by default has a second action, which turns it off.
-    actions = {a.dest: a for a in HfArgumentParser(classes)._actions if not isinstance(a, argparse._StoreFalseAction)}
+    actions = {
+        a.dest: a for a in HfArgumentParser(classes)._actions if not isinstance(a, argparse._StoreFalseAction)
+    }
     return {name: _entry(actions[name], said[name]) for name in said if name in actions}
 
 

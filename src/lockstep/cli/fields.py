@@ -56,7 +56,10 @@ class RunArguments:
         common=True,
     )
     dataset_config: str | None = option(
-        None, "Kind of arithmetic problems, reasoning-gym data set, or hub configuration.", group="data", common=True
+        None,
+        "Kind of arithmetic problems, reasoning-gym data set, or hub configuration.",
+        group="data",
+        common=True,
     )
     dataset_train_split: str = option("train", "Split to train on.", group="data")
     dataset_test_split: str | None = option(
@@ -68,7 +71,9 @@ class RunArguments:
     train_size: int = option(
         0, "Problems to make, or a limit on rows; 0: all rows.", group="data", common=True, bounds=Bounds(0)
     )
-    eval_size: int = option(0, "Held-out problems; 0: no evaluation.", group="data", common=True, bounds=Bounds(0))
+    eval_size: int = option(
+        0, "Held-out problems; 0: no evaluation.", group="data", common=True, bounds=Bounds(0)
+    )
     dataset_seed: int = option(0, "Seed of the problems and of what is held out.", group="data", bounds=SEED)
     reward_funcs: list[str] | None = option(
         None,
@@ -90,14 +95,18 @@ class RunArguments:
         group="tools",
         common=True,
     )
-    rollout_func: str | None = option(None, "Function that makes the rollouts itself: file.py:function.", group="tools")
+    rollout_func: str | None = option(
+        None, "Function that makes the rollouts itself: file.py:function.", group="tools"
+    )
     agent: str | None = option(
         None,
         "Function that makes a rollout by calls to the gateway: file.py:function (docs/guides/agents.md).",
         group="tools",
         common=True,
     )
-    agent_command: str | None = option(None, "Command line of such an agent; it runs once per rollout.", group="tools")
+    agent_command: str | None = option(
+        None, "Command line of such an agent; it runs once per rollout.", group="tools"
+    )
 
 
 Arguments = TypeVar("Arguments", bound=RunArguments)
@@ -149,7 +158,11 @@ def read(words: list[str], command: str) -> Given:
     together = [*_words(content), *rest]
     _check_text(together)
     return Given(
-        tuple(together), check_words(together, fields), known.dry_run, (known.recipe or [None])[0], tuple(words)
+        tuple(together),
+        check_words(together, fields),
+        known.dry_run,
+        (known.recipe or [None])[0],
+        tuple(words),
     )
 
 
@@ -257,12 +270,17 @@ class AdaptedRunArguments(RunArguments):
     lora_r: int = option(16, "Rank of the adapter's matrices.", group="adapter", common=True, bounds=COUNT)
     lora_alpha: int = option(32, "The adapter counts alpha / r times.", group="adapter", bounds=COUNT)
     lora_dropout: float = option(
-        0.0, "Kept with the adapter, and off in training: the engine has none.", group="adapter", bounds=Bounds(0, 1)
+        0.0,
+        "Kept with the adapter, and off in training: the engine has none.",
+        group="adapter",
+        bounds=Bounds(0, 1),
     )
     lora_target_modules: list[str] | None = option(
         None, "Layers that get it, or all-linear. Default: PEFT's for the model.", group="adapter"
     )
-    lora_modules_to_save: list[str] | None = option(None, "Modules trained as a whole beside it.", group="adapter")
+    lora_modules_to_save: list[str] | None = option(
+        None, "Modules trained as a whole beside it.", group="adapter"
+    )
     use_rslora: bool = option(False, "Count it alpha / √r times (rsLoRA).", group="adapter")
     use_dora: bool = option(False, "Train magnitudes beside it (DoRA).", group="adapter")
     load_in_4bit: bool = option(False, "Hold the frozen weights in 4 bits (QLoRA).", group="adapter")
@@ -277,7 +295,9 @@ def check_adapter(given: AdaptedRunArguments) -> None:
         InputError: an adapter field is set without `use_peft`, or a field of the 4-bit format without `load_in_4bit`.
     """
     _refuse_without(
-        given, "use_peft", [f.name for f in dataclasses.fields(given) if f.name not in {*_GENERAL, "use_peft"}]
+        given,
+        "use_peft",
+        [f.name for f in dataclasses.fields(given) if f.name not in {*_GENERAL, "use_peft"}],
     )
     _refuse_without(given, "load_in_4bit", ["bnb_4bit_quant_type", "use_bnb_nested_quant"])
 
@@ -398,7 +418,9 @@ def check_sizes(arguments: AdaptedRunArguments) -> None:
 
 
 def check_model(name: str) -> None:
-    """Refuse a directory that is missing or holds no model. The packaged model is not checked: its conversion can take a while.
+    """Refuse a directory that is missing or holds no model.
+
+    The packaged model is not checked: its conversion can take a while.
 
     Raises:
         InputError: as `resolve_model`.

@@ -1,4 +1,5 @@
-"""The fields of a command without torch: their names, types and help, config files, recipes, and the parser of light commands.
+"""The fields of a command without torch: their names, types and help, config files, recipes, and the parser of light
+commands.
 
 The fields of a command, read without importing torch. Checks their names and types, and makes the text of `--help`.
 
@@ -117,7 +118,10 @@ def asks_for_help(words: list[str]) -> bool:
 
 
 def help_text(command: str, about: str, words: list[str]) -> str:
-    """The help of a command: its common fields under headings. `--help-all` shows all fields that allow more than one value."""
+    """The help of a command: its common fields under headings.
+
+    `--help-all` shows all fields that allow more than one value.
+    """
     whole = "--help_all" in words
     parser = _Parser(
         prog=f"lockstep {command}",
@@ -131,7 +135,9 @@ def help_text(command: str, about: str, words: list[str]) -> str:
     )
     general = parser.add_argument_group("command")
     general.add_argument("--config", metavar="FILE", help="YAML file of fields; the command line wins.")
-    general.add_argument("--recipe", metavar="NAME", help=f"Read the config of a recipe ({', '.join(recipe_names())}).")
+    general.add_argument(
+        "--recipe", metavar="NAME", help=f"Read the config of a recipe ({', '.join(recipe_names())})."
+    )
     general.add_argument("--dry_run", action="store_true", help="Print every field with its value, and stop.")
     fields = fields_of(command)
     for title, names in grouped(fields).items():
@@ -151,7 +157,9 @@ def grouped(fields: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
     """The names of the fields that are shown, under each heading: common fields first, fields of transformers last."""
     names = sorted(fields, key=lambda name: ("common" not in fields[name], "inherited" in fields[name]))
     shown = [name for name in names if is_shown(fields[name])]
-    return {title: [n for n in shown if fields[n].get("group", OTHERS) == title] for title in (*GROUPS, OTHERS)}
+    return {
+        title: [n for n in shown if fields[n].get("group", OTHERS) == title] for title in (*GROUPS, OTHERS)
+    }
 
 
 def _line(field: dict[str, Any], *, whole: bool) -> str:
@@ -234,7 +242,9 @@ def read_file(path: str) -> dict[str, Any]:
     try:
         content = yaml.load(text.decode("utf-8-sig"), Loader=_Fields)
     except UnicodeDecodeError as error:
-        raise InputError(f"config file {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        raise InputError(
+            f"config file {path} is not UTF-8 text ({error.reason} at byte {error.start})"
+        ) from error
     except RecursionError as error:
         raise InputError(f"config file {path} is nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:
@@ -255,11 +265,12 @@ def _check_value(path: str, name: Any, value: Any) -> None:
 
 
 class _Fields(yaml.SafeLoader):
-    """YAML without repeated keys, of which the last would win in silence, and without aliases, which can grow without bound.
+    """YAML without repeated keys, of which the last would win in silence, and without aliases, which can grow without
+    bound.
 
-    Only `true` and `false` are booleans. YAML 1.1 also reads yes, no, on and off as such, which are choices and texts of fields.
-    In the mapping of a field, such as `lr_scheduler_kwargs`, 1e-7 is a number, as it is in YAML 1.2 and in JSON; YAML 1.1 demands
-    1.0e-7. The value of a field itself needs no such rule: the field knows its type.
+    Only `true` and `false` are booleans. YAML 1.1 also reads yes, no, on and off as such, which are choices and texts
+    of fields. In the mapping of a field, such as `lr_scheduler_kwargs`, 1e-7 is a number, as it is in YAML 1.2 and in
+    JSON; YAML 1.1 demands 1.0e-7. The value of a field itself needs no such rule: the field knows its type.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
@@ -287,7 +298,9 @@ class _Fields(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{key.value!r} is there twice", key.start_mark
+                    )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 

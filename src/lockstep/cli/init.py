@@ -1,4 +1,6 @@
-"""`lockstep init FOLDER`: writes a commented config and a reward file that run at once, and that a user then changes."""
+"""`lockstep init FOLDER`: writes a commented config and a reward file that run at once, and that a user then
+changes.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ logging_steps: 1
 save_steps: 20
 save_total_limit: 2
 seed: 1
-"""
+"""  # noqa: E501
 
 _REWARDS = '''\
 """The reward of {config}. Try it alone first:  python {rewards}"""
@@ -71,7 +73,7 @@ def score(text, right):
 
 if __name__ == "__main__":
     print(right_answer(["58", "It is 58.", "31"], ["58", "58", "58"]))
-'''
+'''  # noqa: E501
 
 
 def run(words: list[str]) -> int:
@@ -81,7 +83,9 @@ def run(words: list[str]) -> int:
         InputError: a file is there already, or the folder cannot be written to.
     """
     parser = WordParser(prog="lockstep init", description=__doc__)
-    parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="where to write; default: here")
+    parser.add_argument(
+        "folder", nargs="?", default=".", metavar="FOLDER", help="where to write; default: here"
+    )
     folder = Path(parser.parse_args(words).folder)
     config, rewards = folder / CONFIG, folder / REWARDS
     for path in (config, rewards):
@@ -95,13 +99,16 @@ def run(words: list[str]) -> int:
         # JSON strings are YAML strings too.
         reward = json.dumps(f"{rewards}:right_answer", ensure_ascii=False)
         replace_text(
-            config, _CONFIG.format(config=config, reward=reward, output=json.dumps(str(output), ensure_ascii=False))
+            config,
+            _CONFIG.format(config=config, reward=reward, output=json.dumps(str(output), ensure_ascii=False)),
         )
         replace_text(rewards, _REWARDS.format(config=config, rewards=rewards))
     except OSError as error:
         raise InputError(f"folder {folder} cannot be used: {error}") from error
     say(f"wrote {config} and {rewards}. They run as they are:")
     say(f"  lockstep grpo --config {config} --dry_run      every field with its value")
-    say(f"  lockstep verify --config {config}              does the trainer agree with the engine on this model?")
+    say(
+        f"  lockstep verify --config {config}              does the trainer agree with the engine on this model?"
+    )
     say(f"  lockstep grpo --config {config}                train")
     return 0

@@ -69,7 +69,7 @@ Trains SmolLM2-135M-Instruct with GRPO to say which of two numbers is larger. It
     lockstep grpo --recipe arithmetic [--field value …]
 
 and takes the same fields: lockstep grpo --help lists them. For a run of a minute: lockstep demo --max_steps 5 --eval_size 20
-"""
+"""  # noqa: E501
 _FIRST_PAGE = """Lockstep {version}: online RL for language models in which trainer and engine provably agree
 
 what to do next
@@ -135,7 +135,10 @@ def _main(words: list[str], *, is_process: bool) -> int:
         say(_FIRST_PAGE.format(version=lockstep.__version__), end="")
         return 0
     if words[0] in ("-h", "--help"):
-        say(_USAGE.format(commands="\n".join(f"  {name:<14}{about}" for name, about in COMMANDS.items())), end="")
+        say(
+            _USAGE.format(commands="\n".join(f"  {name:<14}{about}" for name, about in COMMANDS.items())),
+            end="",
+        )
         return 0
     if words[0] in ("-V", "--version"):
         say(f"lockstep {lockstep.__version__}")
@@ -171,7 +174,9 @@ def _run(command: str, words: list[str]) -> int:
 
 def _no_command(word: str) -> str:
     close = difflib.get_close_matches(word, COMMANDS, 1)
-    return f"no command {word!r}; " + (f"did you mean {close[0]!r}?" if close else f"there is: {', '.join(COMMANDS)}")
+    return f"no command {word!r}; " + (
+        f"did you mean {close[0]!r}?" if close else f"there is: {', '.join(COMMANDS)}"
+    )
 
 
 def _guarded(command: Callable[[], int]) -> int:

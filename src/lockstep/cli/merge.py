@@ -1,4 +1,6 @@
-"""`lockstep merge ADAPTER FOLDER`: writes the base model with an adapter's matrices added, which any program can load."""
+"""`lockstep merge ADAPTER FOLDER`: writes the base model with an adapter's matrices added, which any program can
+load.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,16 @@ def run(words: list[str]) -> int:
     """Merge and save.
 
     Raises:
-        InputError: there is no adapter, its base model cannot be loaded or is not the one that it was trained on, its file is not
-            whole, or the folder exists.
+        InputError: there is no adapter, its base model cannot be loaded or is not the one that it was trained on, its
+            file is not whole, or the folder exists.
     """
     parser = WordParser(prog="lockstep merge", description=__doc__)
     parser.add_argument("adapter", metavar="ADAPTER", help="checkpoint of a run with use_peft")
     parser.add_argument("folder", metavar="FOLDER", help="directory to write; it must not exist")
     parser.add_argument(
-        "--base", metavar="MODEL", help="name or directory of the base model; default: the one that the adapter names"
+        "--base",
+        metavar="MODEL",
+        help="name or directory of the base model; default: the one that the adapter names",
     )
     asked = parser.parse_args(words)
     adapter, folder = Path(asked.adapter), Path(asked.folder)
@@ -46,7 +50,8 @@ def run(words: list[str]) -> int:
             model, is_compared = load_adapted(resolve_model(base), adapter)
         if not is_compared:
             complain(
-                f"lockstep: {adapter} has no {BASE_FILE}: nothing says whether {base} is the base that the adapter was trained on"
+                f"lockstep: {adapter} has no {BASE_FILE}: nothing says whether {base} is the base that the "
+                f"adapter was trained on"
             )
         with (
             busy(f"writing {folder}"),

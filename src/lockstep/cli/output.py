@@ -95,10 +95,12 @@ def why_lost(stream: object) -> OSError | None:
 
 
 def open_streams(goes_on: str = "") -> None:
-    """Replace the streams of this process by such ones, and print tracebacks with `complain`. Call it once, before any thread.
+    """Replace the streams of this process by such ones, and print tracebacks with `complain`.
 
-    A descriptor that is closed is opened on nothing. Otherwise the next file that the process opens would get its number, and
-    whatever native code prints would be written into that file.
+    Call it once, before any thread.
+
+    A descriptor that is closed is opened on nothing. Otherwise the next file that the process opens would get its
+    number, and whatever native code prints would be written into that file.
 
     Args:
         goes_on: what is said at once, behind the reason, if standard output is lost; empty: nothing.
@@ -127,8 +129,8 @@ def code_of(code: int, *, is_result: bool) -> int:
     """The exit code of a command that ends with `code`, after all its output was written.
 
     Args:
-        is_result: whether the lines on standard output are the command's result. If a disk was full, the result is lost. A reader
-            that is gone, as in `lockstep … | head`, has what it wanted.
+        is_result: whether the lines on standard output are the command's result. If a disk was full, the result is
+            lost. A reader that is gone, as in `lockstep … | head`, has what it wanted.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -221,7 +223,10 @@ def libraries_aside() -> Iterator[LibraryLog]:
                 os.write(terminal, log.written())
             if isinstance(error, LockstepError) and error.__cause__ is not None:
                 # The terminal gets one line of it.
-                os.write(_STDERR, masked("".join(traceback.format_exception(error))).encode(errors="backslashreplace"))
+                os.write(
+                    _STDERR,
+                    masked("".join(traceback.format_exception(error))).encode(errors="backslashreplace"),
+                )
             raise
         finally:
             logging.captureWarnings(False)

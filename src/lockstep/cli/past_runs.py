@@ -1,4 +1,5 @@
-"""Commands on runs that have ended: compare them, page through their rollouts, make their report again, and what to do next.
+"""Commands on runs that have ended: compare them, page through their rollouts, make their report again, and what to
+do next.
 
 `lockstep compare RUN RUN …`: the settings in which runs differ, what they reached, and their curves, side by side.
 
@@ -109,7 +110,11 @@ def read_past_run(folder: Path) -> PastRun:
     if not path.is_file() and not record.about:
         raise InputError(f"{folder} has no {SETTINGS}: is it the output directory of a run?")
     try:
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else record.about.get("settings", {})
+        settings = (
+            json.loads(path.read_text(encoding="utf-8"))
+            if path.is_file()
+            else record.about.get("settings", {})
+        )
         if not isinstance(settings, dict):
             raise ValueError("it holds no fields")
     except (OSError, ValueError) as error:
@@ -214,12 +219,15 @@ def report_again(words: list[str]) -> int:
         "--output",
         type=Path,
         metavar="FILE",
-        help=f"where to write the page; default: {REPORT} in the run's directory, or {_COMPARISON} here for several runs",
+        help=f"where to write the page; default: {REPORT} in the run's directory, or {_COMPARISON} here for "
+        f"several runs",
     )
     asked = parser.parse_args(words)
     for folder in asked.runs:
         if not any((folder / name).is_file() for name in (METRICS, RECEIPT)):
-            raise InputError(f"{folder} is not the output directory of a run: it has neither {METRICS} nor {RECEIPT}")
+            raise InputError(
+                f"{folder} is not the output directory of a run: it has neither {METRICS} nor {RECEIPT}"
+            )
     with files_of_a_run(*asked.runs):
         records = [read_run(folder) for folder in asked.runs]
         if len(records) == 1:
@@ -259,7 +267,9 @@ def page_rollouts(words: list[str]) -> int:
     with files_of_a_run(Path(asked.run)):
         pages = list(read_pages(Path(asked.run), asked.step))
         if asked.text is not None:
-            pages = [page for page in pages if asked.text in page["prompt"] or asked.text in page["completion"]]
+            pages = [
+                page for page in pages if asked.text in page["prompt"] or asked.text in page["completion"]
+            ]
         if asked.best or asked.worst:
             scored = [page for page in pages if page["reward"] is not None]
             pages = sorted(scored, key=lambda page: page["reward"], reverse=asked.best)
@@ -277,7 +287,9 @@ def page_rollouts(words: list[str]) -> int:
 
 
 def read_pages(folder: Path, step: int | None) -> Iterator[dict[str, Any]]:
-    """One page per rollout: `title`, `prompt`, `completion`, `reward` (None: there is none), and `facts`, lines of text.
+    """One page per rollout:
+
+    `title`, `prompt`, `completion`, `reward` (None: there is none), and `facts`, lines of text.
 
     Raises:
         InputError: the directory holds no rollouts, or a file cannot be read.
@@ -292,7 +304,9 @@ def read_pages(folder: Path, step: int | None) -> Iterator[dict[str, Any]]:
             yield _page_of(kept)
         return
     if step is not None:
-        raise InputError(f"{folder} kept no rollouts of training; leave --step out to see those of its evaluations")
+        raise InputError(
+            f"{folder} kept no rollouts of training; leave --step out to see those of its evaluations"
+        )
     found = [path for path in (folder / "before.json", folder / "after.json") if path.is_file()]
     if not found:
         raise InputError(f"{folder} holds no rollouts: neither rollouts/ nor an evaluation")
@@ -301,7 +315,9 @@ def read_pages(folder: Path, step: int | None) -> Iterator[dict[str, Any]]:
 
 
 def _page_of(kept: Any) -> dict[str, Any]:
-    facts = [f"score {name}: {'none' if score is None else f'{score:.4g}'}" for name, score in kept.scores.items()]
+    facts = [
+        f"score {name}: {'none' if score is None else f'{score:.4g}'}" for name, score in kept.scores.items()
+    ]
     facts += [f"{name}: {value}" for name, value in kept.extra.items()]
     if kept.advantage is not None:
         facts.append(f"advantage: {kept.advantage:+.3f}")
@@ -357,7 +373,14 @@ def page_text(page: dict[str, Any], number: int, count: int) -> str:
     reward = "no reward" if page["reward"] is None else f"reward {page['reward']:.4g}"
     head = f"── {number}/{count}   {page['title']}   {reward} ──"
     return "\n".join(
-        [head, "", page["prompt"], "", "→ " + page["completion"], *(["", *page["facts"]] if page["facts"] else [])]
+        [
+            head,
+            "",
+            page["prompt"],
+            "",
+            "→ " + page["completion"],
+            *(["", *page["facts"]] if page["facts"] else []),
+        ]
     )
 
 
@@ -401,7 +424,9 @@ def next_lines(folder: Path, *, adapter: bool, typed: Sequence[str] | None = Non
     lines, model = [f"{'adapter' if adapter else 'model':<17}{checkpoint}", rollouts], checkpoint
     if adapter:
         model = folder / "merged"
-        lines.append(f"                 lockstep merge {_word(checkpoint)} {_word(model)}   makes a whole model of it")
+        lines.append(
+            f"                 lockstep merge {_word(checkpoint)} {_word(model)}   makes a whole model of it"
+        )
     if typed is not None:
         kept = map(_without_secret, _without(typed, ("--model_name_or_path", "--use_peft")))
         words = [*kept, "--model_name_or_path", str(model)]

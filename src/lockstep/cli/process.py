@@ -45,7 +45,8 @@ _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, sign
 # A signal that was sent to both processes appears on the child's pipe within these seconds.
 _BOTH = 0.2
 _ENDED_EARLY = (
-    "lockstep: the process was ended with exit code 0 before the run had ended, by something that it ran (os._exit in a reward "
+    "lockstep: the process was ended with exit code 0 before the run had ended, by something that it ran "
+    "(os._exit in a reward "
     "function, for one); the same command goes on from the last checkpoint"
 )
 
@@ -53,7 +54,10 @@ _pipe: int | None = None
 
 
 def split_in_two() -> None:
-    """Fork: the child returns and continues, the parent only waits for it. Call this once, before threads are started."""
+    """Fork: the child returns and continues, the parent only waits for it.
+
+    Call this once, before threads are started.
+    """
     global _pipe
     if not hasattr(os, "fork") or not hasattr(signal, "sigwaitinfo"):
         return
@@ -78,7 +82,8 @@ def split_in_two() -> None:
 
 @contextmanager
 def run_to_its_end() -> Iterator[None]:
-    """Wraps a training run: a SystemExit inside the run becomes an error, and the parent sees an early end of the process.
+    """Wraps a training run: a SystemExit inside the run becomes an error, and the parent sees an early end of the
+    process.
 
     Raises:
         LockstepError: code inside the run raised SystemExit.
@@ -88,7 +93,8 @@ def run_to_its_end() -> Iterator[None]:
         yield
     except SystemExit as error:
         raise LockstepError(
-            f"something that the run called ended the program (SystemExit: {error.code}) before the run had ended; the same "
+            f"something that the run called ended the program (SystemExit: {error.code}) before the run had "
+            f"ended; the same "
             "command goes on from the last checkpoint"
         ) from error
     finally:
@@ -142,7 +148,10 @@ class _Heard:
         return bool(found)
 
     def signal(self, number: int) -> bool:
-        """Whether the child got the signal itself (Ctrl-C and schedulers send to both). If not, the parent must forward it."""
+        """Whether the child got the signal itself (Ctrl-C and schedulers send to both).
+
+        If not, the parent must forward it.
+        """
         while self._own[number] <= 0:
             if not self.read(_BOTH):
                 # A forwarded signal appears on the pipe too; this −1 cancels it.
@@ -179,10 +188,13 @@ def _end_with(parent: int) -> None:
 
 
 class EndAtOnce:
-    """Make it first: Python calls the functions of `atexit` in the reverse order, so this one is called after all others.
+    """Make it first:
+
+    Python calls the functions of `atexit` in the reverse order, so this one is called after all others.
 
     Attributes:
-        code: the exit code of a command that has returned. None: it has raised an error, and the interpreter ends as usual.
+        code: the exit code of a command that has returned. None: it has raised an error, and the interpreter ends as
+            usual.
     """
 
     def __init__(self) -> None:
@@ -204,7 +216,8 @@ class EndAtOnce:
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _TUNABLES = "GLIBC_TUNABLES"
 _HUGE = {"glibc.malloc.hugetlb": "1"}
-# No block is a mapping of its own, which would be returned when it is freed; and the heap is not trimmed below a terabyte.
+# No block is a mapping of its own, which would be returned when it is freed; and the heap is not trimmed below a
+# terabyte.
 _KEEP = {"glibc.malloc.mmap_max": "0", "glibc.malloc.trim_threshold": str(1 << 40)}
 # If the user has set one of these, both settings of `_KEEP` are left to the user.
 _KEEP_NAMES = (*_KEEP, "glibc.malloc.mmap_threshold", "glibc.malloc.top_pad")
@@ -227,7 +240,8 @@ def kernel_setting() -> str:
 
 
 def with_tunables(given: Mapping[str, str], setting: str) -> dict[str, str] | None:
-    """An environment that asks for huge pages and kept memory, as far as the user has not decided; None if nothing is asked for.
+    """An environment that asks for huge pages and kept memory, as far as the user has not decided; None if nothing is
+    asked for.
 
     Huge pages are not asked for if the kernel gives them to all or to none.
 

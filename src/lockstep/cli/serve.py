@@ -26,7 +26,8 @@ def run(words: list[str]) -> int:
     """Serve until interrupted.
 
     Raises:
-        InputError: bad arguments; an address that other machines can reach, without a key from the user; a port that is in use.
+        InputError: bad arguments; an address that other machines can reach, without a key from the user; a port that
+            is in use.
         LockstepError: the server could not be started.
     """
     arguments, rest = _parser().parse_known_args(words)
@@ -34,7 +35,8 @@ def run(words: list[str]) -> int:
         raise InputError(f"unexpected {extra[0]!r}; usage: lockstep serve MODEL [--field value …]")
     if arguments.data_parallel_size != 1:
         raise InputError(
-            "data_parallel_size: a trainer cannot tell the copies inside one server apart; start as many servers, each on a port "
+            "data_parallel_size: a trainer cannot tell the copies inside one server apart; start as many "
+            "servers, each on a port "
             "of its own, and give all of their URLs"
         )
     _check_numbers(arguments)
@@ -155,7 +157,9 @@ def _parser() -> argparse.ArgumentParser:
         ("gpu_memory_utilization", float, 0.9, "share of a GPU's memory that vLLM may take"),
     ):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind, default=default, help=text)
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print vLLM's command line and stop")
+    parser.add_argument(
+        "--dry_run", "--dry-run", action="store_true", help="print vLLM's command line and stop"
+    )
     return parser
 
 

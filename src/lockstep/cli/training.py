@@ -89,7 +89,8 @@ def train(command: str, words: list[str]) -> int:
         words: the rest of the command line.
 
     Raises:
-        LockstepError: as `lockstep.run.run.run_method`; bad input, before anything is started; a SystemExit inside the run.
+        LockstepError: as `lockstep.run.run.run_method`; bad input, before anything is started; a SystemExit inside
+            the run.
     """
     given = read(words, command)
     about = said_of(given, AdaptedRunArguments)
@@ -173,7 +174,9 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, log: LibraryL
     if ranks.owner:
         _show(finished)
         evaluated = data.evaluation is not None and kind.method == "GRPO"
-        for line in next_lines(place.folder, adapter=arguments.use_peft, typed=given.typed if evaluated else None):
+        for line in next_lines(
+            place.folder, adapter=arguments.use_peft, typed=given.typed if evaluated else None
+        ):
             say(line)
     return 0
 
@@ -230,7 +233,9 @@ def evaluate(words: list[str]) -> int:
     if not given.dry_run:
         check_inputs(about)
         if about.use_peft:
-            raise InputError("use_peft: merge the adapter with 'lockstep merge', and evaluate the whole model")
+            raise InputError(
+                "use_peft: merge the adapter with 'lockstep merge', and evaluate the whole model"
+            )
         if about.eval_size == 0 and about.dataset_test_split is None:
             raise InputError("there is nothing to evaluate on: set eval_size, or dataset_test_split")
     from lockstep.progress import StatusLine

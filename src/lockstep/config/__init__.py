@@ -1,1 +1,3 @@
-"""The configuration of a run: each field is declared once (`option.py`), by subject, and `run.py` inherits all of them."""
+"""The configuration of a run: each field is declared once (`option.py`), by subject, and `run.py` inherits all of
+them.
+"""

@@ -82,7 +82,9 @@ def _check_kind(field: Field, value: Any, kind: str) -> None:
 
 
 def _check_list(name: str, value: Any, kind: Any, what: str) -> None:
-    if value is not None and not (isinstance(value, list | tuple) and all(isinstance(entry, kind) for entry in value)):
+    if value is not None and not (
+        isinstance(value, list | tuple) and all(isinstance(entry, kind) for entry in value)
+    ):
         raise InputError(f"{name}={value!r:.80}; it must be a list of {what}")
 
 
@@ -149,6 +151,7 @@ def check_installed(report_to: Iterable[str]) -> None:
     here = {*get_available_reporting_integrations(), "azure_ml", "flyte", "all", "none"}
     if missing := [name for name in report_to if name not in here]:
         raise InputError(
-            f"report_to: the tracker {missing[0]} is not installed, or a variable of the environment switches it off; install it, "
+            f"report_to: the tracker {missing[0]} is not installed, or a variable of the environment switches "
+            f"it off; install it, "
             "or leave it out"
         )

@@ -83,7 +83,8 @@ def check_adapter(peft_config: Any) -> None:
     }
     with _sentence("peft_config", given), torch.random.fork_rng(devices=[]):
         inject_adapter_in_model(
-            LoraConfig(**given, target_modules=["layer"]), torch.nn.ModuleDict({"layer": torch.nn.Linear(1, 1)})
+            LoraConfig(**given, target_modules=["layer"]),
+            torch.nn.ModuleDict({"layer": torch.nn.Linear(1, 1)}),
         )
 
 
@@ -110,7 +111,10 @@ def _sentence(name: str, given: Any) -> Iterator[None]:
 
 
 def _model(given: Mapping[str, Any]) -> None:
-    """A model without memory. The other arguments mean something only with a model's files: reading the files checks them."""
+    """A model without memory.
+
+    The other arguments mean something only with a model's files: reading the files checks them.
+    """
     dtype = given.get("dtype", given.get("torch_dtype"))
     if isinstance(dtype, str) and dtype != "auto":
         dtype = getattr(torch, dtype)
@@ -192,7 +196,8 @@ def check_quantised_sampling(config: OnlineConfig) -> None:
     check_quantization(config.vllm_quantization, config.engine_torch_dtype, "vllm_quantization")
     if not config.vllm_importance_sampling_correction:
         raise InputError(
-            "vllm_quantization samples with weights in 8 bits, and vllm_importance_sampling_correction=false leaves that "
+            "vllm_quantization samples with weights in 8 bits, and vllm_importance_sampling_correction=false "
+            "leaves that "
             "uncorrected; leave one of the two out"
         )
     for name, refused in {
@@ -232,7 +237,10 @@ def check_schedule(config: OnlineConfig) -> None:
     try:
         made = get_scheduler(name, optimizer, warmup, total, given)
         factors = (
-            [made.lr_lambdas[0](s) for s in sorted({0, 1, warmup, *range(0, total, max(1, total // 100)), total})]
+            [
+                made.lr_lambdas[0](s)
+                for s in sorted({0, 1, warmup, *range(0, total, max(1, total // 100)), total})
+            ]
             if hasattr(made, "lr_lambdas")
             else _reduced(name, given)
         )
@@ -240,7 +248,8 @@ def check_schedule(config: OnlineConfig) -> None:
     except UNUSABLE as error:
         said = f" with lr_scheduler_kwargs={given}" if given else ""
         raise InputError(
-            f"lr_scheduler_type={name}{said} cannot be used: {error}; lr_scheduler_kwargs has its arguments, and its numbers "
+            f"lr_scheduler_type={name}{said} cannot be used: {error}; lr_scheduler_kwargs has its arguments, "
+            f"and its numbers "
             "stand without quotation marks"
         ) from error
     if bad:
@@ -256,7 +265,9 @@ def check_schedule(config: OnlineConfig) -> None:
 
 
 def _reduced(name: str, given: Any) -> list[float]:
-    """Rates, as shares of the first one, of a schedule by metric whose metric stays as it is: at once, and without patience."""
+    """Rates, as shares of the first one, of a schedule by metric whose metric stays as it is: at once, and without
+    patience.
+    """
     found = []
     for patience in ({}, {"patience": 0}):
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -307,11 +318,14 @@ def check_best_model(config: OnlineConfig) -> None:
     steps = config.optimizer_steps_per_generation
     if config.saves_best:
         if value_of(config.eval_strategy) == "no":
-            raise InputError("save_strategy=best saves after an evaluation, and there is none; set eval_strategy")
+            raise InputError(
+                "save_strategy=best saves after an evaluation, and there is none; set eval_strategy"
+            )
         every = config.eval_steps or 0
         if value_of(config.eval_strategy) == "steps" and (every < 1 or every % steps):
             raise InputError(
-                f"save_strategy=best with eval_steps={every:g}: a run can go on only from where a generation of {steps} optimizer "
+                f"save_strategy=best with eval_steps={every:g}: a run can go on only from where a generation "
+                f"of {steps} optimizer "
                 f"steps ends; make eval_steps a multiple of {steps}"
             )
         return
@@ -320,6 +334,8 @@ def check_best_model(config: OnlineConfig) -> None:
     by_steps = value_of(config.save_strategy) == "steps"
     if by_steps and (config.save_steps < 1 or config.save_steps % steps):
         raise InputError(
-            f"load_best_model_at_end with save_steps={config.save_steps:g}: checkpoints are only written where a generation of "
-            f"{steps} optimizer steps ends, which would not be where evaluations are; make save_steps a multiple of {steps}"
+            f"load_best_model_at_end with save_steps={config.save_steps:g}: checkpoints are only written "
+            f"where a generation of "
+            f"{steps} optimizer steps ends, which would not be where evaluations are; make save_steps a "
+            f"multiple of {steps}"
         )

@@ -1,4 +1,5 @@
-"""Fields by subject, one class each: servers, vLLM in this process, images, tools, agents, logs, and what TRL has beside them.
+"""Fields by subject, one class each: servers, vLLM in this process, images, tools, agents, logs, and what TRL has
+beside them.
 
 `OnlineConfig` inherits all of them. `run/engine.py` connects to the servers of `ServerFields`. The names of the
 fields about vLLM's devices and memory are TRL's.
@@ -17,7 +18,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias
 
-from lockstep.config.option import COUNT, INSTEAD, PORT, SECONDS, Bookkeeping, Bounds, option, refuse_other_value
+from lockstep.config.option import (
+    COUNT,
+    INSTEAD,
+    PORT,
+    SECONDS,
+    Bookkeeping,
+    Bounds,
+    option,
+    refuse_other_value,
+)
 from lockstep.config.table import with_key
 from lockstep.engines.servers.calls import check_urls, server_urls, urls_of_file
 from lockstep.engines.vllm.port.engine import SleepLevel
@@ -32,7 +42,10 @@ class ServerFields:
     """The fields of servers."""
 
     vllm_mode: Literal["colocate", "server"] = option(
-        "colocate", "vLLM in this process, or running servers ('lockstep serve').", group="server", common=True
+        "colocate",
+        "vLLM in this process, or running servers ('lockstep serve').",
+        group="server",
+        common=True,
     )
     vllm_server_base_url: str | None = option(
         None,
@@ -43,7 +56,8 @@ class ServerFields:
     )
     vllm_server_url_file: str | None = option(
         None,
-        "Text file with the base URL of a server per line, instead of vllm_server_base_url. It is read again before every "
+        "Text file with the base URL of a server per line, instead of vllm_server_base_url. It is read again "
+        "before every "
         "generation, so that servers can join and leave.",
         group="server",
         bookkeeping=Bookkeeping.SERVERS,
@@ -76,7 +90,8 @@ class ServerFields:
     )
     vllm_weight_deltas: bool = option(
         True,
-        "Over gloo, send bf16 servers only the elements of the weights that changed. The trainer and each worker then keep "
+        "Over gloo, send bf16 servers only the elements of the weights that changed. The trainer and each "
+        "worker then keep "
         "a copy of the weights in main memory, if there is room.",
         group="server",
         bookkeeping=Bookkeeping.SERVERS,
@@ -152,7 +167,8 @@ class ColocateFields:
 
     vllm_tensor_parallel_size: int = option(
         1,
-        "Number of devices that vLLM's model is split over, with vllm_mode colocate. Above 1, vLLM starts a process per device.",
+        "Number of devices that vLLM's model is split over, with vllm_mode colocate. Above 1, vLLM starts a "
+        "process per device.",
         group="engine",
         bounds=COUNT,
         bookkeeping=Bookkeeping.MEMORY,
@@ -215,25 +231,30 @@ class ImageFields:
         group="data",
     )
     max_pixels: int | None = option(
-        None, "A larger picture is shrunk to at most this many pixels. Default: preprocessor_config.json.", group="data"
+        None,
+        "A larger picture is shrunk to at most this many pixels. Default: preprocessor_config.json.",
+        group="data",
     )
     limit_mm_per_prompt: dict | str | None = option(
         None,
-        'Largest number of pictures per conversation, as {"image": 4}. A row with more is refused; a tool\'s result with one '
+        'Largest number of pictures per conversation, as {"image": 4}. A row with more is refused; a tool\'s '
+        "result with one "
         "more is an error for the model.",
         group="data",
         mapping=True,
     )
     image_urls: list[str] | None = option(
-        None, "Beginnings of URLs from which pictures may be fetched. Default: no picture is fetched.", group="data"
+        None,
+        "Beginnings of URLs from which pictures may be fetched. Default: no picture is fetched.",
+        group="data",
     )
 
     def check_images(self) -> None:
         """Check the fields.
 
         Raises:
-            InputError: a limit is not a positive number, they contradict each other, or one is for something else than pictures; or
-                `image_urls` has something else than beginnings of URLs.
+            InputError: a limit is not a positive number, they contradict each other, or one is for something else
+                than pictures; or `image_urls` has something else than beginnings of URLs.
         """
         for name in ("min_pixels", "max_pixels"):
             given = getattr(self, name)
@@ -245,7 +266,8 @@ class ImageFields:
         count = limit.get("image") if isinstance(limit, dict) and limit.keys() == {"image"} else None
         if limit is not None and (type(count) is not int or count < 1):
             raise InputError(
-                f'limit_mm_per_prompt={limit!r}; it must be {{"image": N}} with N of 1 or more: only pictures are supported'
+                f'limit_mm_per_prompt={limit!r}; it must be {{"image": N}} with N of 1 or more: only pictures '
+                f"are supported"
             )
 
         if isinstance(self.image_urls, str):
@@ -256,7 +278,9 @@ class ImageFields:
     def picture_limits(self) -> PictureLimits:
         """The limits on pictures."""
         limit = self.limit_mm_per_prompt
-        return PictureLimits(self.min_pixels, self.max_pixels, limit["image"] if isinstance(limit, dict) else None)
+        return PictureLimits(
+            self.min_pixels, self.max_pixels, limit["image"] if isinstance(limit, dict) else None
+        )
 
 
 @dataclass
@@ -278,7 +302,8 @@ class ToolFields:
     )
     tool_threads: bool = option(
         False,
-        "Each call of a plain tool, and each environment, gets a thread of its own, so that slow ones run at the same time. "
+        "Each call of a plain tool, and each environment, gets a thread of its own, so that slow ones run at "
+        "the same time. "
         "Signals do not work there, and neither does a connection that was made once (SQLite).",
         group="tools",
         bookkeeping=Bookkeeping.THREADS,
@@ -324,7 +349,9 @@ class AgentFields:
 
 @dataclass
 class LogFields:
-    """Fields of `OnlineConfig` about logs, and about rollouts that are printed, sent to trackers, shown in the report, or kept."""
+    """Fields of `OnlineConfig` about logs, and about rollouts that are printed, sent to trackers, shown in the
+    report, or kept.
+    """
 
     logging_steps: float = option(
         10,
@@ -334,10 +361,13 @@ class LogFields:
         bounds=Bounds(0, above=True),
         bookkeeping=Bookkeeping.LOGS,
     )
-    logging_nan_inf_filter: bool = option(False, "Hide NaN losses; off, so that you see them.", group="logging")
+    logging_nan_inf_filter: bool = option(
+        False, "Hide NaN losses; off, so that you see them.", group="logging"
+    )
     log_completions: bool = option(
         False,
-        "Print prompts, completions, rewards and advantages of the last generation at every log, and send them to wandb, "
+        "Print prompts, completions, rewards and advantages of the last generation at every log, and send "
+        "them to wandb, "
         "trackio and TensorBoard as a table.",
         group="logging",
         common=True,
@@ -361,7 +391,8 @@ class LogFields:
     )
     rollouts_size_limit: float = option(
         1.0,
-        "Gigabytes of training rollouts that output_dir/rollouts keeps. If there are more, steps between others are removed. "
+        "Gigabytes of training rollouts that output_dir/rollouts keeps. If there are more, steps between "
+        "others are removed. "
         "0: none are kept.",
         group="logging",
         bounds=Bounds(0),
@@ -378,9 +409,13 @@ class OneValueFields:
 
     trust_remote_code: bool = option(False, _ONE_VALUE, only="code that comes with a model is not run")
     disable_dropout: bool = option(
-        True, "Switch dropout off. False is refused where the model or its adapter has dropout.", group="model"
+        True,
+        "Switch dropout off. False is refused where the model or its adapter has dropout.",
+        group="model",
     )
-    ds3_gather_for_generation: bool = option(True, _ONE_VALUE, only="a push gathers one tensor at a time, as it must")
+    ds3_gather_for_generation: bool = option(
+        True, _ONE_VALUE, only="a push gathers one tensor at a time, as it must"
+    )
     pad_to_multiple_of: int | str | None = option(
         "auto", "Has no effect: nothing is padded.", no_effect="nothing is padded"
     )
@@ -388,7 +423,9 @@ class OneValueFields:
     use_transformers_continuous_batching: bool = option(False, _ONE_VALUE, only="use vLLM")
     transformers_continuous_batching_config: dict | str | None = option(None, _ONE_VALUE, only="use vLLM")
     use_transformers_paged: bool = option(False, _ONE_VALUE, only="use vLLM")
-    log_completions_hub_repo: str | None = option(None, _ONE_VALUE, only="completions are kept in the run's directory")
+    log_completions_hub_repo: str | None = option(
+        None, _ONE_VALUE, only="completions are kept in the run's directory"
+    )
     vllm_importance_sampling_cap: float | None = option(
         None, _ONE_VALUE, only="TRL has renamed it to vllm_importance_sampling_clip_max"
     )

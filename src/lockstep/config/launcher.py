@@ -69,11 +69,15 @@ def meeting_ranks(environment: Mapping[str, str], limit: float, *, use_cpu: bool
     if environment.get("RANK", "0") != "0" and host and port.isdigit():
         _await_answer(host, int(port), limit, f"{asked}, and nobody answers there ({{}}): {instead}. {field}")
     try:
-        with waiting(f"the {count} processes of WORLD_SIZE to meet at {where}", _LIMIT_ON_CPU if use_cpu else limit):
+        with waiting(
+            f"the {count} processes of WORLD_SIZE to meet at {where}", _LIMIT_ON_CPU if use_cpu else limit
+        ):
             yield
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         advice = instead if use_cpu else f"{instead}. {field}"
-        raise InputError(f"{asked}, and not all came in time ({str(error).splitlines()[0]:.200}): {advice}") from error
+        raise InputError(
+            f"{asked}, and not all came in time ({str(error).splitlines()[0]:.200}): {advice}"
+        ) from error
 
 
 def _await_answer(host: str, port: int, limit: float, otherwise: str) -> None:
@@ -81,7 +85,9 @@ def _await_answer(host: str, port: int, limit: float, otherwise: str) -> None:
     with waiting(f"rank 0 to answer at {host}:{port} (MASTER_ADDR, MASTER_PORT)", limit, lambda: said[0]):
         while True:
             try:
-                socket.create_connection((host, port), timeout=max(0.1, min(_TRY, end - time.monotonic()))).close()
+                socket.create_connection(
+                    (host, port), timeout=max(0.1, min(_TRY, end - time.monotonic()))
+                ).close()
                 return
             except OSError as error:
                 # A host without a name may get one later.
@@ -106,7 +112,8 @@ def take_launcher(config: OnlineConfig, environment: Mapping[str, str]) -> None:
     backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "")
     if backend.lower() not in ("", "no"):
         raise InputError(
-            f"ACCELERATE_DYNAMO_BACKEND={backend} compiles the model, and a compiled forward has not been compared with the "
+            f"ACCELERATE_DYNAMO_BACKEND={backend} compiles the model, and a compiled forward has not been "
+            f"compared with the "
             "engine; unset it, or launch with --dynamo_backend no"
         )
     _take_precision(config, environment.get(_PRECISION, "").lower())
@@ -115,7 +122,8 @@ def take_launcher(config: OnlineConfig, environment: Mapping[str, str]) -> None:
     uses_deepspeed = config.deepspeed or environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in _YES
     if steps and not uses_deepspeed and steps != str(config.gradient_accumulation_steps):
         raise InputError(
-            f"{_ACCUMULATION}={steps}, and gradient_accumulation_steps is {config.gradient_accumulation_steps}; give the "
+            f"{_ACCUMULATION}={steps}, and gradient_accumulation_steps is "
+            f"{config.gradient_accumulation_steps}; give the "
             "number in the config alone"
         )
     if environment.get("ACCELERATE_USE_CPU", "").lower() in _YES:
@@ -151,17 +159,20 @@ def take_device(config: OnlineConfig, environment: Mapping[str, str]) -> None:
     check_driver(environment, "set use_cpu to true to train on the CPU")
     if gpus := unused_gpus(environment):
         _logger.warning(
-            f"this machine has NVIDIA GPUs ({', '.join(gpus)}), and PyTorch {torch.__version__} is built without CUDA, so that the "
+            f"this machine has NVIDIA GPUs ({', '.join(gpus)}), and PyTorch {torch.__version__} is built "
+            f"without CUDA, so that the "
             "CPU trains; set use_cpu to true if this is wanted"
         )
     config.use_cpu = True
 
 
 def ask_for_determinism(config: OnlineConfig, environment: MutableMapping[str, str]) -> None:
-    """Let CUDA's products and vLLM's kernels give the same bits again, if the run asks for it. Both read this when they start.
+    """Let CUDA's products and vLLM's kernels give the same bits again, if the run asks for it.
 
-    transformers makes PyTorch deterministic, which does not reach the engine: vLLM's kernels depend on what else is in the batch,
-    unless it is in its batch-invariant mode. Values of the user's have priority.
+    Both read this when they start.
+
+    transformers makes PyTorch deterministic, which does not reach the engine: vLLM's kernels depend on what else is
+    in the batch, unless it is in its batch-invariant mode. Values of the user's have priority.
     """
     if config.full_determinism and torch.cuda.is_available() and not config.use_cpu:
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -174,7 +185,8 @@ def use_one_gpu(config: OnlineConfig) -> None:
         return
     _logger.info(
         f"this process sees {config.n_gpu} GPUs and trains on one of them, {config.device} "
-        f"({torch.cuda.get_device_name(config.device)}); CUDA_VISIBLE_DEVICES chooses another one, and torchrun starts one process "
+        f"({torch.cuda.get_device_name(config.device)}); CUDA_VISIBLE_DEVICES chooses another one, and "
+        f"torchrun starts one process "
         "per GPU"
     )
     config._n_gpu = 1

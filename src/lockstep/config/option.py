@@ -16,7 +16,8 @@ from lockstep.errors import InputError
 
 # The headings of `--help`, in their order. A field of transformers without a group stands last, under another heading.
 Group = Literal[
-    "verify", "model", "adapter", "data", "reward", "tools", "method", "sampling", "engine", "server", "proofs", "logging",
+    "verify", "model", "adapter", "data", "reward", "tools", "method", "sampling", "engine", "server", "proofs",
+    "logging",
     "saving",
 ]  # fmt: skip
 GROUPS: tuple[str, ...] = get_args(Group)
@@ -27,12 +28,15 @@ INSTEAD = {
     "max_prompt_length": "no prompt is cut here: drop rows that are too long, or raise vllm_max_model_length",
     **dict.fromkeys(
         ("dtype", "torch_dtype"),
-        "bf16 says in what the trainer computes, engine_dtype in what the engine does, and model_init_kwargs: {dtype: …} how the "
+        "bf16 says in what the trainer computes, engine_dtype in what the engine does, and model_init_kwargs: "
+        "{dtype: …} how the "
         "trained weights are held",
     ),
-    "overlap_rewards": "it was removed; max_staleness has its purpose: a server samples later generations while rewards are "
+    "overlap_rewards": "it was removed; max_staleness has its purpose: a server samples later generations "
+    "while rewards are "
     "computed",
-    "renderer": "it was removed: the model's chat template makes the ids between turns, and tool_format says how tool calls are "
+    "renderer": "it was removed: the model's chat template makes the ids between turns, and tool_format says "
+    "how tool calls are "
     "written",
 }
 
@@ -119,7 +123,10 @@ class Said(TypedDict, total=False):
 
 
 class About(dict[str, Any]):
-    """All that is said of a field. The keys are those of `Said`, and `help`, `only` and `no_effect`, as far as they were given."""
+    """All that is said of a field.
+
+    The keys are those of `Said`, and `help`, `only` and `no_effect`, as far as they were given.
+    """
 
     def copy(self) -> dict[str, Any]:
         # The parser of transformers gives a copy of a field's metadata to argparse, which knows no other key.

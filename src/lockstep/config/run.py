@@ -48,7 +48,13 @@ from lockstep.config.fields import (
     ServerFields,
     ToolFields,
 )
-from lockstep.config.launcher import ask_for_determinism, meeting_ranks, take_device, take_launcher, use_one_gpu
+from lockstep.config.launcher import (
+    ask_for_determinism,
+    meeting_ranks,
+    take_device,
+    take_launcher,
+    use_one_gpu,
+)
 from lockstep.config.option import CONTEXT, COUNT, SECONDS, SHARE, Bookkeeping, Bounds, option
 from lockstep.config.sampling import FilterFields, InterruptionFields
 from lockstep.config.table import with_key
@@ -66,8 +72,8 @@ from lockstep.tokens.chat import NAME_IN_TEMPLATES, TemplateClock
 def has_fast_bf16() -> bool:
     """Whether bf16 is faster than fp32 on this machine.
 
-    On a CPU without AMX or AVX-512 BF16 (or Arm's BF16) it is slower: oneDNN emulates it, at a fifth of fp32's speed on an
-    AVX2 machine (19 against 105 GFLOP/s on two cores of an EPYC 7003).
+    On a CPU without AMX or AVX-512 BF16 (or Arm's BF16) it is slower: oneDNN emulates it, at a fifth of fp32's speed
+    on an AVX2 machine (19 against 105 GFLOP/s on two cores of an EPYC 7003).
     """
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -79,8 +85,8 @@ def usual_token_budgets() -> tuple[int, int]:
     """Positions of one forward that fill this machine's kernels and fit into usual memory (docs/internals/training.md).
 
     Returns:
-        The number for a forward, and the number for a forward with all completions of one prompt. On a CPU the second is larger,
-        because a CPU has more memory for its speed than a GPU.
+        The number for a forward, and the number for a forward with all completions of one prompt. On a CPU the second
+        is larger, because a CPU has more memory for its speed than a GPU.
     """
     return (4096, 4096) if torch.cuda.is_available() else (2048, 5120)
 
@@ -113,7 +119,11 @@ class OnlineConfig(
     """
 
     learning_rate: float = option(
-        1e-6, "Initial learning rate of AdamW.", group="method", common=True, bounds=Bounds(0, 1000, usual=(0, 1))
+        1e-6,
+        "Initial learning rate of AdamW.",
+        group="method",
+        common=True,
+        bounds=Bounds(0, 1000, usual=(0, 1)),
     )
     bf16: bool | None = option(
         None,
@@ -133,7 +143,8 @@ class OnlineConfig(
     )
     add_special_tokens: bool = option(
         True,
-        "Add the tokenizer's special tokens (such as a begin token) to prompts that are text, as TRL does. Off: a text is "
+        "Add the tokenizer's special tokens (such as a begin token) to prompts that are text, as TRL does. "
+        "Off: a text is "
         "all of its prompt.",
         group="data",
     )
@@ -158,25 +169,30 @@ class OnlineConfig(
     )
     resume_with_changes: bool = option(
         False,
-        "Resume although the data, a reward function or a setting has changed since. The receipt says what has changed.",
+        "Resume although the data, a reward function or a setting has changed since. The receipt says what "
+        "has changed.",
         group="saving",
         bookkeeping=Bookkeeping.RESUMING,
     )
     rehearse_rewards: bool = option(
         True,
-        "Call reward functions and judges once on made-up completions before a model is loaded, to report errors early.",
+        "Call reward functions and judges once on made-up completions before a model is loaded, to report "
+        "errors early.",
         group="reward",
         bookkeeping=Bookkeeping.REHEARSAL,
     )
     recheck_rewards: bool = option(
         True,
-        "Ask plain reward functions again about one drawn group per generation, to prove the scores. Set it to false for "
+        "Ask plain reward functions again about one drawn group per generation, to prove the scores. Set it "
+        "to false for "
         "functions with side effects, or that depend on time or on earlier calls.",
         group="reward",
         bookkeeping=Bookkeeping.COMPARISON,
     )
     vllm_importance_sampling_correction: bool = option(
-        True, "Weight tokens by the measured trainer / engine ratio, after the gap has passed.", group="proofs"
+        True,
+        "Weight tokens by the measured trainer / engine ratio, after the gap has passed.",
+        group="proofs",
     )
     vllm_importance_sampling_mode: CorrectionMode = option(
         "token_truncate", "How such a weight is bounded; see lockstep.algorithms.corrections.", group="proofs"
@@ -198,7 +214,10 @@ class OnlineConfig(
         0.3, "Share of a GPU's memory for vLLM.", group="engine", bounds=SHARE, bookkeeping=Bookkeeping.MEMORY
     )
     vllm_max_model_length: int | None = option(
-        None, "Engine context. Default: the longest prompt plus max_completion_length.", group="engine", bounds=CONTEXT
+        None,
+        "Engine context. Default: the longest prompt plus max_completion_length.",
+        group="engine",
+        bounds=CONTEXT,
     )
     vllm_max_num_seqs: int | None = option(
         None,
@@ -211,26 +230,33 @@ class OnlineConfig(
     )
     max_staleness: int = option(
         0,
-        "How many optimizer steps tokens may be older than the policy that first learns from them. Above 0, generations are "
-        "sampled ahead: by a server while the trainer learns, by an engine in this process before it learns. 0: generation and "
+        "How many optimizer steps tokens may be older than the policy that first learns from them. Above 0, "
+        "generations are "
+        "sampled ahead: by a server while the trainer learns, by an engine in this process before it learns. "
+        "0: generation and "
         "training take turns.",
         group="server",
     )
     vllm_model_impl: str = option(
         "vllm",
-        "The model's implementation in vLLM: vllm (or auto), which takes transformers' where vLLM has none, or transformers.",
+        "The model's implementation in vLLM: vllm (or auto), which takes transformers' where vLLM has none, "
+        "or transformers.",
         group="engine",
     )
-    vllm_engine_kwargs: dict | str | None = option(None, "Further arguments of vllm.LLM.", group="engine", mapping=True)
+    vllm_engine_kwargs: dict | str | None = option(
+        None, "Further arguments of vllm.LLM.", group="engine", mapping=True
+    )
     vllm_enable_lora: bool = option(
         False,
-        "Send a LoRA adapter alone, to vLLM's own LoRA, instead of merged weights: less is sent, and sampling is slower. A "
+        "Send a LoRA adapter alone, to vLLM's own LoRA, instead of merged weights: less is sent, and sampling "
+        "is slower. A "
         "server needs --enable_lora.",
         group="engine",
     )
     vllm_quantization: str | None = option(
         None,
-        "Sample with the weights in 8 bits, by vLLM's name of the scheme: fp8_per_channel. The trainer keeps its own weights, "
+        "Sample with the weights in 8 bits, by vLLM's name of the scheme: fp8_per_channel. The trainer keeps "
+        "its own weights, "
         "and importance weights correct for the difference. A server needs --quantization.",
         group="engine",
     )
@@ -243,7 +269,8 @@ class OnlineConfig(
     )
     router_aux_loss_coef: float | None = option(
         None,
-        "Weight of the auxiliary loss that keeps the routers of a mixture of experts balanced. Default: the model's own "
+        "Weight of the auxiliary loss that keeps the routers of a mixture of experts balanced. Default: the "
+        "model's own "
         "(router_aux_loss_coef in its config). 0: none.",
         group="method",
         bounds=Bounds(0),
@@ -257,7 +284,11 @@ class OnlineConfig(
         bookkeeping=Bookkeeping.MEMORY,
     )
     logits_chunk_size: int = option(
-        512, "Rows of logits in memory at a time.", group="model", bounds=COUNT, bookkeeping=Bookkeeping.MEMORY
+        512,
+        "Rows of logits in memory at a time.",
+        group="model",
+        bounds=COUNT,
+        bookkeeping=Bookkeeping.MEMORY,
     )
 
     @property
@@ -295,9 +326,12 @@ class OnlineConfig(
         # transformers replaces None by a value of its own.
         self.asks_for_progress_bar = self.disable_tqdm is False
         check_fields(self)
-        by_metric = self.load_best_model_at_end or self.saves_best or value_of(self.lr_scheduler_type) in BY_METRIC
+        by_metric = (
+            self.load_best_model_at_end or self.saves_best or value_of(self.lr_scheduler_type) in BY_METRIC
+        )
         if by_metric and self.metric_for_best_model is None:  # type: ignore[has-type]
-            # transformers would take the evaluation's loss. The loss of a policy on what it has just sampled says little.
+            # transformers would take the evaluation's loss. The loss of a policy on what it has just sampled says
+            # little.
             self.metric_for_best_model = "reward"
         take_launcher(self, os.environ)
         if self.bf16 is None:
@@ -327,7 +361,8 @@ class OnlineConfig(
             if self.zero.saves_less and self.process_index == 0:
                 _logger.warning(self.zero.saves_less)
         if self.shards is not None:
-            # As the user has set them: a copy of the config asks for the same. The base class has made no plugin from them.
+            # As the user has set them: a copy of the config asks for the same. The base class has made no plugin from
+            # them.
             self.fsdp, self.fsdp_config = True, self.shards.fields
         if self.vllm_server_base_url is not None or self.vllm_server_url_file is not None:
             self.vllm_mode = "server"
@@ -417,7 +452,9 @@ class OnlineConfig(
     @property
     def prompts_per_generation(self) -> int:
         """Number of prompts of one generation, over all processes."""
-        return self.completions_per_micro_batch * self.parts_per_generation * self.world_size // self.group_size
+        return (
+            self.completions_per_micro_batch * self.parts_per_generation * self.world_size // self.group_size
+        )
 
     @property
     def micro_batches_per_generation(self) -> int:
@@ -436,7 +473,9 @@ class OnlineConfig(
 
     @property
     def single_update(self) -> bool:
-        """Whether each generation is used for exactly one optimizer step, so that the policy does not change while it is used."""
+        """Whether each generation is used for exactly one optimizer step, so that the policy does not change while it
+        is used.
+        """
         return self.optimizer_steps_per_generation == 1
 
     @property
@@ -447,7 +486,9 @@ class OnlineConfig(
     @property
     def precision(self) -> Precision:
         """How the trainer computes a forward."""
-        return Precision(torch.bfloat16 if self.bf16 else None, torch.float32 if self.cast_lm_head_to_fp32 else None)
+        return Precision(
+            torch.bfloat16 if self.bf16 else None, torch.float32 if self.cast_lm_head_to_fp32 else None
+        )
 
     @property
     def engine_torch_dtype(self) -> torch.dtype:
@@ -461,7 +502,9 @@ class OnlineConfig(
 
     def _refuse_unsupported(self) -> None:
         if self.world_size > 1 and self.saves_best:
-            raise InputError("save_strategy=best is not supported with several processes; use steps, epoch or no")
+            raise InputError(
+                "save_strategy=best is not supported with several processes; use steps, epoch or no"
+            )
         for name, value in {
             "save_on_each_node": False,
             "metric_for_best_model": None,
@@ -474,10 +517,14 @@ class OnlineConfig(
                 )
         optimizer = str(getattr(self.optim, "value", self.optim))
         if "layerwise" in optimizer or optimizer.startswith(("lomo", "adalomo", "schedule_free")):
-            raise InputError(f"optim={optimizer} steps inside the backward pass, before the proof; it is not supported")
+            raise InputError(
+                f"optim={optimizer} steps inside the backward pass, before the proof; it is not supported"
+            )
         for name in ("model_init_kwargs", "chat_template_kwargs", "vllm_engine_kwargs"):
             if not isinstance(getattr(self, name), dict | None):
-                raise InputError(f'{name}={getattr(self, name)!r}; it must be a mapping, such as {{"key": 1}}')
+                raise InputError(
+                    f'{name}={getattr(self, name)!r}; it must be a mapping, such as {{"key": 1}}'
+                )
         check_init_kwargs(self.model_init_kwargs or {})  # type: ignore[arg-type]
         check_mappings(self)
 
@@ -486,7 +533,9 @@ class OnlineConfig(
         self.check_servers(owner=owner)
         self.check_colocated(server=server, use_vllm=self.use_vllm, owner=owner)
         if self.vllm_model_impl not in MODEL_IMPLEMENTATIONS:
-            raise InputError(f"vllm_model_impl={self.vllm_model_impl!r}; it must be {', '.join(MODEL_IMPLEMENTATIONS)}")
+            raise InputError(
+                f"vllm_model_impl={self.vllm_model_impl!r}; it must be {', '.join(MODEL_IMPLEMENTATIONS)}"
+            )
         if self.vllm_enable_lora and self.use_vllm is False:
             raise InputError("vllm_enable_lora needs vLLM, and use_vllm is false; leave one of the two out")
         if self.vllm_enable_lora and self.vllm_mode != "server":
@@ -496,7 +545,9 @@ class OnlineConfig(
         if self.use_vllm is False:
             raise InputError("vllm_mode=server and use_vllm=false contradict each other; leave use_vllm out")
         if self.vllm_engine_kwargs:
-            raise InputError("vllm_engine_kwargs are for vLLM in this process; give them to 'lockstep serve' instead")
+            raise InputError(
+                "vllm_engine_kwargs are for vLLM in this process; give them to 'lockstep serve' instead"
+            )
         if self.vllm_model_impl == "transformers":
             raise InputError(
                 "vllm_model_impl is for vLLM in this process; give --model-impl to 'lockstep serve' instead"
@@ -514,9 +565,14 @@ class GroupConfig(OnlineConfig):
         InputError: fields contradict each other, or ask for something that is not supported yet.
     """
 
-    num_generations: int = option(8, "Completions per prompt (the size of a group).", group="method", common=True)
+    num_generations: int = option(
+        8, "Completions per prompt (the size of a group).", group="method", common=True
+    )
     num_generations_eval: int | None = option(
-        None, "Completions per prompt in evaluation; default: num_generations.", group="sampling", bounds=COUNT
+        None,
+        "Completions per prompt in evaluation; default: num_generations.",
+        group="sampling",
+        bounds=COUNT,
     )
     max_completion_length: int = option(
         512, "Largest number of tokens of a completion.", group="sampling", common=True, bounds=COUNT
@@ -525,14 +581,22 @@ class GroupConfig(OnlineConfig):
         None, "Completions per generation, over all ranks.", group="method", bounds=COUNT
     )
     steps_per_generation: int | None = option(
-        None, "Micro-batches per generation; default: gradient_accumulation_steps.", group="method", bounds=COUNT
+        None,
+        "Micro-batches per generation; default: gradient_accumulation_steps.",
+        group="method",
+        bounds=COUNT,
     )
-    num_iterations: int = option(1, "Passes over each generation (μ in the GRPO paper).", group="method", bounds=COUNT)
+    num_iterations: int = option(
+        1, "Passes over each generation (μ in the GRPO paper).", group="method", bounds=COUNT
+    )
     epsilon: float = option(
         0.2, "Lower clip of the ratio: 1 − epsilon.", group="method", bounds=Bounds(0, infinite=True)
     )
     epsilon_high: float | None = option(
-        None, "Upper clip: 1 + epsilon_high; default: epsilon.", group="method", bounds=Bounds(0, infinite=True)
+        None,
+        "Upper clip: 1 + epsilon_high; default: epsilon.",
+        group="method",
+        bounds=Bounds(0, infinite=True),
     )
     beta: float = option(
         0.0,
@@ -542,18 +606,25 @@ class GroupConfig(OnlineConfig):
         bounds=Bounds(0),
     )
     mask_truncated_completions: bool = option(
-        False, "Leave completions cut at the length limit out of the loss (not out of the proof).", group="method"
+        False,
+        "Leave completions cut at the length limit out of the loss (not out of the proof).",
+        group="method",
     )
     no_positive_resampling: float | None = option(
         None,
-        "Mean reward of a group from which its prompt is left out of later passes over the data; unset: none is left out.",
+        "Mean reward of a group from which its prompt is left out of later passes over the data; unset: none "
+        "is left out.",
         group="method",
     )
-    sync_ref_model: bool = option(False, "Let the reference model follow the policy (TR-DPO).", group="method")
+    sync_ref_model: bool = option(
+        False, "Let the reference model follow the policy (TR-DPO).", group="method"
+    )
     ref_model_mixup_alpha: float = option(
         0.6, "Share of the policy in the reference at a sync.", group="method", bounds=SHARE
     )
-    ref_model_sync_steps: int = option(512, "Optimizer steps between two syncs.", group="method", bounds=COUNT)
+    ref_model_sync_steps: int = option(
+        512, "Optimizer steps between two syncs.", group="method", bounds=COUNT
+    )
 
     @property
     def group_size(self) -> int:
@@ -598,7 +669,8 @@ class GroupConfig(OnlineConfig):
             raise InputError("sync_ref_model has no reference model to sync: beta is 0")
         if self.num_generations < self.least_group:
             raise InputError(
-                f"num_generations={self.num_generations}; an advantage needs at least {self.least_group} completions per prompt"
+                f"num_generations={self.num_generations}; an advantage needs at least {self.least_group} "
+                f"completions per prompt"
             )
         batch = self.per_device_train_batch_size * self.world_size
         if self.generation_batch_size is not None:
@@ -610,7 +682,8 @@ class GroupConfig(OnlineConfig):
             steps = self.generation_batch_size // batch
             if self.steps_per_generation not in (None, steps):
                 raise InputError(
-                    f"generation_batch_size={self.generation_batch_size} means steps_per_generation={steps}, but it is given "
+                    f"generation_batch_size={self.generation_batch_size} means steps_per_generation={steps}, "
+                    f"but it is given "
                     f"as {self.steps_per_generation}; give one of the two"
                 )
             self.steps_per_generation = steps
@@ -621,7 +694,8 @@ class GroupConfig(OnlineConfig):
         if self.generation_batch_size % self.num_generations:
             raise InputError(
                 f"one generation makes {self.generation_batch_size} completions ({batch} × "
-                f"steps_per_generation={self.steps_per_generation}), not a multiple of num_generations={self.num_generations}"
+                f"steps_per_generation={self.steps_per_generation}), not a multiple of "
+                f"num_generations={self.num_generations}"
             )
         if self.steps_per_generation % self.gradient_accumulation_steps:
             raise InputError(

@@ -23,7 +23,13 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.checks import check_bounds
 from lockstep.config.option import COUNT, Bounds, option
-from lockstep.contract.sampling import LARGEST_TEMPERATURE, SMALLEST_TEMPERATURE, Grammar, Sampling, check_grammar
+from lockstep.contract.sampling import (
+    LARGEST_TEMPERATURE,
+    SMALLEST_TEMPERATURE,
+    Grammar,
+    Sampling,
+    check_grammar,
+)
 from lockstep.errors import InputError
 from lockstep.rollouts.programs.interruptions import Interruption
 
@@ -93,10 +99,14 @@ class FilterFields:
     )
     top_k: int = option(0, "Sample among this many likeliest tokens; 0: all.", group="sampling")
     min_p: float | None = option(
-        None, "Sample among tokens at least this share as likely as the likeliest; unset: all.", group="sampling"
+        None,
+        "Sample among tokens at least this share as likely as the likeliest; unset: all.",
+        group="sampling",
     )
     repetition_penalty: float = option(
-        1.0, "Divides the logits of tokens of prompt and completion (negative: multiplies); 1: none.", group="sampling"
+        1.0,
+        "Divides the logits of tokens of prompt and completion (negative: multiplies); 1: none.",
+        group="sampling",
     )
     presence_penalty: float = option(
         0.0, "Subtracted from the logits of tokens that the completion already has.", group="sampling"
@@ -154,10 +164,14 @@ class FilterFields:
             if name in _PLAIN:
                 plain, why = _PLAIN[name]
                 if value != plain:
-                    raise InputError(f"generation_kwargs has {name}={value!r}; only {plain!r} is taken: {why}")
+                    raise InputError(
+                        f"generation_kwargs has {name}={value!r}; only {plain!r} is taken: {why}"
+                    )
                 continue
             if name not in _KWARGS:
-                raise InputError(f"generation_kwargs has the unknown key {name!r}; known are {', '.join(_KWARGS)}")
+                raise InputError(
+                    f"generation_kwargs has the unknown key {name!r}; known are {', '.join(_KWARGS)}"
+                )
             if getattr(self, name) not in (defaults[name], value):
                 raise InputError(
                     f"{name} is {getattr(self, name)!r}, and {value!r} in generation_kwargs; give it in one place"
@@ -175,8 +189,13 @@ class FilterFields:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken. This is the distribution of `top_k=1`, and it is scored as that."""
-        return isinstance(self.generation_kwargs, Mapping) and self.generation_kwargs.get("do_sample") is False
+        """Whether the likeliest token is always taken.
+
+        This is the distribution of `top_k=1`, and it is scored as that.
+        """
+        return (
+            isinstance(self.generation_kwargs, Mapping) and self.generation_kwargs.get("do_sample") is False
+        )
 
     def check_filters(self, limit: int, *, interrupted: bool) -> None:
         """Check the fields.
@@ -196,7 +215,8 @@ class FilterFields:
         counting = self._counting_fields
         if interrupted and counting:
             raise InputError(
-                f"{' and '.join(counting)} would start again after an interruption: leave max_thinking_length or that out"
+                f"{' and '.join(counting)} would start again after an interruption: leave max_thinking_length "
+                f"or that out"
             )
 
     def check_several_calls(self, who: str) -> None:
@@ -211,7 +231,8 @@ class FilterFields:
         if names := self._counting_fields:
             raise InputError(
                 f"{' and '.join(names)} would start again with each turn of a rollout that {who} continues; leave "
-                f"{'it' if len(names) == 1 else 'them'} out (repetition_penalty counts all tokens before, in every turn)"
+                f"{'it' if len(names) == 1 else 'them'} out (repetition_penalty counts all tokens before, in "
+                f"every turn)"
             )
 
     @property
@@ -268,7 +289,8 @@ class InterruptionFields:
 
     max_thinking_length: int | None = option(
         None,
-        "Number of tokens after which a completion that still thinks is interrupted and continues to its answer; unset: never.",
+        "Number of tokens after which a completion that still thinks is interrupted and continues to its "
+        "answer; unset: never.",
         group="sampling",
         bounds=COUNT,
     )
@@ -298,25 +320,32 @@ class InterruptionFields:
         """
         if self.max_thinking_length is None:
             if self.min_thinking_length is not None:
-                raise InputError(f"min_thinking_length={self.min_thinking_length} needs max_thinking_length beside it")
+                raise InputError(
+                    f"min_thinking_length={self.min_thinking_length} needs max_thinking_length beside it"
+                )
             return
         check_bounds(self, {"min_thinking_length": Bounds(1, self.max_thinking_length)})
         if self.max_thinking_length >= limit:
             raise InputError(
-                f"max_thinking_length={self.max_thinking_length} leaves nothing for an answer within the {limit} tokens of a "
+                f"max_thinking_length={self.max_thinking_length} leaves nothing for an answer within the "
+                f"{limit} tokens of a "
                 "completion: lower it, or raise the limit"
             )
         if not self.end_of_thinking.strip():
-            raise InputError(f"end_of_thinking={self.end_of_thinking!r}; it must be the text that ends thinking")
+            raise InputError(
+                f"end_of_thinking={self.end_of_thinking!r}; it must be the text that ends thinking"
+            )
         if self.end_of_thinking not in self.interruption:
             raise InputError(
-                f"interruption={self.interruption!r} does not hold end_of_thinking={self.end_of_thinking!r}: the completion "
+                f"interruption={self.interruption!r} does not hold end_of_thinking={self.end_of_thinking!r}: "
+                f"the completion "
                 "would go on thinking"
             )
         for string in stop:
             if string in self.end_of_thinking:
                 raise InputError(
-                    f"stop_strings: {string!r} ends every completion where its thinking ends ({self.end_of_thinking!r}); leave "
+                    f"stop_strings: {string!r} ends every completion where its thinking ends "
+                    f"({self.end_of_thinking!r}); leave "
                     "it out, or leave max_thinking_length out"
                 )
 
@@ -325,7 +354,8 @@ def interruption_of(config: OnlineConfig, tokenizer: PreTrainedTokenizerBase) ->
     """The interruption of thinking, in token ids; None if thinking is never interrupted.
 
     Raises:
-        InputError: the tokenizer makes no tokens, or an end token, from a field's text; or no tokens are left for an answer.
+        InputError: the tokenizer makes no tokens, or an end token, from a field's text; or no tokens are left for an
+            answer.
     """
     if config.max_thinking_length is None:
         return None
@@ -358,7 +388,10 @@ def check_end_of_thinking(config: OnlineConfig, tokenizer: PreTrainedTokenizerBa
 
 
 def sampling_of(
-    config: OnlineConfig, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], banned_ids: Sequence[int] = ()
+    config: OnlineConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: Sequence[int],
+    banned_ids: Sequence[int] = (),
 ) -> Sampling:
     """The sampling distribution of a run.
 

@@ -51,7 +51,9 @@ INHERITED: dict[str, About] = {
     "logging_first_step": about(group="logging", bookkeeping=Bookkeeping.LOGS),
     "log_level": about(group="logging", bookkeeping=Bookkeeping.LOGS),
     "output_dir": about(group="saving", common=True, bookkeeping=Bookkeeping.PLACE),
-    "save_steps": about(group="saving", common=True, bounds=Bounds(0, above=True), bookkeeping=Bookkeeping.LOGS),
+    "save_steps": about(
+        group="saving", common=True, bounds=Bounds(0, above=True), bookkeeping=Bookkeeping.LOGS
+    ),
     "save_total_limit": about(group="saving", common=True, bounds=COUNT, bookkeeping=Bookkeeping.LOGS),
     "save_strategy": about(
         "When checkpoints are written: no, steps, epoch, or best (after an evaluation that is the best so far).",
@@ -108,7 +110,9 @@ INHERITED: dict[str, About] = {
     "auto_find_batch_size": about(
         only=(False, "the batch is a part of the method; lower token_budget instead, which changes no result")
     ),
-    "ignore_data_skip": about(only=(False, "a resumed run would get other prompts than the run without a break")),
+    "ignore_data_skip": about(
+        only=(False, "a resumed run would get other prompts than the run without a break")
+    ),
     "enable_jit_checkpoint": about(
         only=(
             False,

@@ -60,7 +60,10 @@ class AdapterReceiver(Protocol):
         """
 
     def commit_base(self, digest: str) -> None:
-        """Stamp the base model that was pushed with its digest. The engine answers no request before an adapter is committed."""
+        """Stamp the base model that was pushed with its digest.
+
+        The engine answers no request before an adapter is committed.
+        """
 
     def begin(self) -> None:
         """Refuse to generate until `commit`, and remove this run's adapters that no request uses."""
@@ -69,7 +72,8 @@ class AdapterReceiver(Protocol):
         """Add an adapter under a new name. Requests do not use it yet.
 
         Args:
-            tensors: for each adapted layer the tensors A and scaling × B, named by the layer with the suffixes `DOWN` and `UP`.
+            tensors: for each adapted layer the tensors A and scaling × B, named by the layer with the suffixes `DOWN`
+                and `UP`.
 
         Returns:
             The tensors that arrived.
@@ -79,11 +83,16 @@ class AdapterReceiver(Protocol):
         """
 
     def read_back(self) -> LoadedWeights:
-        """The tensors of the new adapter, read back from the memory that the engine computes with. `untouched` names the tensors
+        """The tensors of the new adapter, read back from the memory that the engine computes with.
+
+        `untouched` names the tensors
         for which the engine has no layer."""
 
     def commit(self, version: int) -> None:
-        """Serve again. Every new request uses the new adapter; each older request ends with the adapter that it began with."""
+        """Serve again.
+
+        Every new request uses the new adapter; each older request ends with the adapter that it began with.
+        """
 
     def probe(self, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
         """Outputs of adapted layers for the probe vector of the layer's name (`contract/probe.py`).

@@ -54,12 +54,15 @@ def processed_logprobs(
         prompt_ids: ids before the completion. Only the repetition penalty uses them.
         output_ids: ids sampled so far.
         end_ids: ids that end a completion. Only the minimum length uses them.
-        grammar_mask: (1, ⌈V / 32⌉) int32 mask of the ids that the request's grammar allows next (`contract/sampling.py`).
+        grammar_mask: (1, ⌈V / 32⌉) int32 mask of the ids that the request's grammar allows next
+            (`contract/sampling.py`).
 
     Returns:
         (V,) float32 log-probs, −inf outside the support.
     """
-    scores = shaped_logits(logits, sampling, prompt_ids, output_ids, end_ids=end_ids, grammar_mask=grammar_mask)
+    scores = shaped_logits(
+        logits, sampling, prompt_ids, output_ids, end_ids=end_ids, grammar_mask=grammar_mask
+    )
     if sampling.temperature != 1.0:
         scores = TemperatureLogitsWarper(sampling.temperature)(None, scores)
     return filtered(scores, sampling)[0].log_softmax(-1)
@@ -74,7 +77,10 @@ def shaped_logits(
     end_ids: Sequence[int] = (),
     grammar_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(1, V) float32 logits after all steps that depend on the ids alone. The arguments are those of `processed_logprobs`."""
+    """(1, V) float32 logits after all steps that depend on the ids alone.
+
+    The arguments are those of `processed_logprobs`.
+    """
     scores = logits.to(torch.float32, copy=True).unsqueeze(0)
     if grammar_mask is not None:
         apply_mask(scores, grammar_mask)
@@ -149,8 +155,9 @@ class Distribution:
         sampling: the settings.
         end_ids: ids that end a completion.
         grammars: compiles the grammar of `sampling`, if there is one.
-        penalised: the ids that penalties count. `vllm`: the repetition penalty counts prompt and completion, the others count the
-            completion. `completion`: all count the completion alone. `all`: all count prompt and completion.
+        penalised: the ids that penalties count. `vllm`: the repetition penalty counts prompt and completion, the
+            others count the completion. `completion`: all count the completion alone. `all`: all count prompt and
+            completion.
     """
 
     sampling: Sampling
@@ -160,7 +167,10 @@ class Distribution:
 
     @property
     def is_tempered_only(self) -> bool:
-        """Whether nothing but the temperature shapes the logits. Then all tokens of a completion can be scored at once."""
+        """Whether nothing but the temperature shapes the logits.
+
+        Then all tokens of a completion can be scored at once.
+        """
         own = self.sampling
         same = {"stop": own.stop, "max_kept_ids": own.max_kept_ids, "end_ids": own.end_ids}
         return own == Sampling(own.max_tokens, own.temperature, **same)  # type: ignore[arg-type]
@@ -185,7 +195,8 @@ class Distribution:
             logits: (V,) raw logits.
             output_ids: ids sampled so far.
             masks: the masks of the whole completion.
-            kept: the sets of the whole completion. The token is scored among its set, and the filters are not applied again.
+            kept: the sets of the whole completion. The token is scored among its set, and the filters are not applied
+                again.
         """
         place = len(output_ids)
         shaped = self.shaped(logits, prompt_ids, output_ids, masks)
@@ -202,7 +213,10 @@ class Distribution:
         output_ids: Sequence[int],
         masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(1, V) logits after all steps that depend on ids, divided by the temperature. The arguments are those of `logprobs`."""
+        """(1, V) logits after all steps that depend on ids, divided by the temperature.
+
+        The arguments are those of `logprobs`.
+        """
         place = len(output_ids)
         counted = (prompt_ids, output_ids)
         if self.penalised == "completion":

@@ -76,7 +76,8 @@ class Errands:
         """Do one piece of work in this thread. False: there is none.
 
         Raises:
-            KeyboardInterrupt: it came while the work was done. Every other error goes to the caller who handed the work in.
+            KeyboardInterrupt: it came while the work was done. Every other error goes to the caller who handed the
+                work in.
         """
         try:
             work, found = self._waiting.popleft()
@@ -122,12 +123,13 @@ class Inbox:
     Args:
         limit: seconds that one request may take in the engine; None: the engine's own limit.
         patience: seconds that the engine waits without any request before it raises; None: the engine's own limit.
-        gate: a lock that is held while the engine takes requests. A push of weights holds the same lock, so that no request starts
-            during the push.
+        gate: a lock that is held while the engine takes requests. A push of weights holds the same lock, so that no
+            request starts during the push.
         settle: returns when the programs that wait for answers have reacted to all answers that were given so far.
         waits_for: returns the names of the programs that have not ended, for an error message.
         on_answer: called with each completion before it is handed over, from the thread that answers.
-        check: a further check of an answer against its request, after the checks of `contract/inbox.py`. It raises an error.
+        check: a further check of an answer against its request, after the checks of `contract/inbox.py`. It raises an
+            error.
         order: sort key of the requests that the engine takes together; None: they keep the order in which they came.
         errands: what programs hand to the engine's thread; None: nothing.
         busy: whether a program waits for something else that has a time limit of its own. Then nobody's patience ends.
@@ -195,7 +197,10 @@ class Inbox:
             self._changed.notify_all()
 
     def stop(self, error: BaseException) -> None:
-        """End the generation: the engine drops all of its requests and raises this error. Only the first call counts."""
+        """End the generation: the engine drops all of its requests and raises this error.
+
+        Only the first call counts.
+        """
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -203,9 +208,11 @@ class Inbox:
         self.begun.set()
 
     def settle(self) -> None:
-        """Wait until the programs that got answers have made their next requests, if these depend on nothing but the answers.
+        """Wait until the programs that got answers have made their next requests, if these depend on nothing but the
+        answers.
 
-        An engine calls it after it has given answers and before its next step, so that the same answers lead to the same batches.
+        An engine calls it after it has given answers and before its next step, so that the same answers lead to the
+        same batches.
         """
         self._settle()
 
@@ -220,15 +227,19 @@ class Inbox:
 
     @contextmanager
     def taken(self, working: int | None, wait: float) -> Iterator[list[GenerationRequest] | None]:
-        """The requests that came since the last call, in order; None if all requests are answered and no more will come.
+        """The requests that came since the last call, in order; None if all requests are answered and no more will
+        come.
 
         Args:
-            working: number of requests that the engine is working on. If it is 0, the call waits for the next request. None:
-                servers work on the requests, and the call waits for a new request, a request that was given up, or the end.
-            wait: seconds to wait for a request while no other request is open, if the inbox has no `patience` of its own.
+            working: number of requests that the engine is working on. If it is 0, the call waits for the next
+                request. None: servers work on the requests, and the call waits for a new request, a request that was
+                given up, or the end.
+            wait: seconds to wait for a request while no other request is open, if the inbox has no `patience` of its
+                own.
 
         Raises:
-            ProofError: the engine has dropped a request: it works on fewer requests than it has taken and not yet answered.
+            ProofError: the engine has dropped a request: it works on fewer requests than it has taken and not yet
+                answered.
             LockstepError: no request came in time, or the generation was stopped.
         """
         did_some = True
@@ -243,7 +254,9 @@ class Inbox:
                     limit = self._patience or wait
                     # While the engine works on requests, their own calls say so.
                     idle = not (self._taken or self._waiting)
-                    with waiting("a program of a rollout to ask the engine", limit) if idle else nullcontext():
+                    with (
+                        waiting("a program of a rollout to ask the engine", limit) if idle else nullcontext()
+                    ):
                         did_some = self._await(limit)
         with self._gate:
             with self._changed:
@@ -275,13 +288,16 @@ class Inbox:
                 deadline = time.monotonic() + wait
             elif time.monotonic() >= deadline and not (self._waiting or self._error or self._closed):
                 raise LockstepError(
-                    f"the engine got no request for {wait:.0f} s, and {self._waits_for()} has not ended: something other than "
+                    f"the engine got no request for {wait:.0f} s, and {self._waits_for()} has not ended: "
+                    f"something other than "
                     "the engine takes longer than the time limit"
                 )
         return False
 
     def now(self) -> float:
-        """Seconds of a clock that stands still while the engine's thread works for programs: for the limits of requests."""
+        """Seconds of a clock that stands still while the engine's thread works for programs: for the limits of
+        requests.
+        """
         return time.monotonic() - self._errands.seconds
 
     def given_up(self) -> list[RequestKey]:
@@ -307,7 +323,9 @@ class Inbox:
         if progress is not None and key in self._taken:
             progress(token_ids)
 
-    def answer(self, completion: Completion, versions: Collection[int], vocab_size: int | None = None) -> None:
+    def answer(
+        self, completion: Completion, versions: Collection[int], vocab_size: int | None = None
+    ) -> None:
         """Hand a completion over.
 
         Args:
@@ -377,8 +395,8 @@ def check_requests(
 
     Raises:
         ProofError: no weight version is committed.
-        InputError: a key is used twice, a prompt is empty, prompt and completion do not fit the context, or the sampling settings
-            name a token that the model does not have, or more ids than the engine can take.
+        InputError: a key is used twice, a prompt is empty, prompt and completion do not fit the context, or the
+            sampling settings name a token that the model does not have, or more ids than the engine can take.
     """
     _check_committed(version, "generate")
     for sampling in {request.sampling for request in requests}:
@@ -392,12 +410,15 @@ def check_requests(
         check_request(request, version, max_model_len, vocab_size)
 
 
-def check_request(request: GenerationRequest, version: int | None, max_model_len: int, vocab_size: int) -> None:
+def check_request(
+    request: GenerationRequest, version: int | None, max_model_len: int, vocab_size: int
+) -> None:
     """Refuse a request that cannot be answered. Its sampling settings were already checked when the generation began.
 
     Raises:
         ProofError: no weight version is committed.
-        InputError: the prompt is empty or has a token that the model cannot embed, or prompt and completion do not fit the context.
+        InputError: the prompt is empty or has a token that the model cannot embed, or prompt and completion do not
+            fit the context.
     """
     _check_committed(version, "generate")
     if not len(request.prompt_ids):
@@ -422,7 +443,11 @@ def check_limits(sampling: Sampling, limits: Mapping[str, int]) -> None:
     """
     words = sum(map(len, sampling.bad_words))
     found = {
-        "allowed_token_ids": (len(sampling.allowed_token_ids or ()), "allowed_token_ids names {} ids", _FIRST_RUNNER),
+        "allowed_token_ids": (
+            len(sampling.allowed_token_ids or ()),
+            "allowed_token_ids names {} ids",
+            _FIRST_RUNNER,
+        ),
         "logit_bias": (len(sampling.logit_bias), "logit_bias names {} ids", _FIRST_RUNNER),
         "end_ids": (
             len(sampling.end_ids) if sampling.min_tokens else 0,
@@ -446,7 +471,8 @@ def check_limits(sampling: Sampling, limits: Mapping[str, int]) -> None:
             # `end_ids` come from the model, so that a user cannot name fewer.
             fewer = "" if name == "end_ids" else "name fewer, or "
             raise InputError(
-                f"{what.format(number)}; the engine takes at most {most} per request (vLLM's second model runner, which it uses "
+                f"{what.format(number)}; the engine takes at most {most} per request (vLLM's second model "
+                f"runner, which it uses "
                 f"on GPUs): {fewer}{advice}"
             )
 
@@ -464,10 +490,10 @@ def check_answers(
         vocab_size: number of logits of the model; None if the caller does not know it.
 
     Raises:
-        ProofError: a request has no answer or two answers; an answer belongs to no request; the engine used another prompt or
-            other pictures; a log-prob is missing or not finite; an id is below 0; a token was sampled by other weights than
-            `versions`, or by older weights than the token before it; kept ids are missing, or contradict the request or the tokens
-            (`kept_sets.py`).
+        ProofError: a request has no answer or two answers; an answer belongs to no request; the engine used another
+            prompt or other pictures; a log-prob is missing or not finite; an id is below 0; a token was sampled by
+            other weights than `versions`, or by older weights than the token before it; kept ids are missing, or
+            contradict the request or the tokens (`kept_sets.py`).
         InputError: a filter kept more ids than `Sampling.max_kept_ids`.
     """
     asked = {request.key: request for request in requests}
@@ -510,7 +536,9 @@ def check_scoring(sequences: Mapping[str, tuple[int, ...]], version: int | None,
     _check_committed(version, "score")
     for name, ids in sequences.items():
         if not 2 <= len(ids) < max_model_len:
-            raise InputError(f"sequence {name} has {len(ids)} ids; an engine can score 2 to {max_model_len - 1}")
+            raise InputError(
+                f"sequence {name} has {len(ids)} ids; an engine can score 2 to {max_model_len - 1}"
+            )
 
 
 def check_scores(sequences: Mapping[str, tuple[int, ...]], scores: Mapping[str, tuple[float, ...]]) -> None:
@@ -547,8 +575,9 @@ def check_answer(
         vocab_size: number of logits of the model; None: unknown.
 
     Raises:
-        ProofError: the engine used another prompt or other pictures; an id, a log-prob or the set of kept ids is impossible; a
-            token was sampled by other weights than `versions`, or by older weights than the token before it.
+        ProofError: the engine used another prompt or other pictures; an id, a log-prob or the set of kept ids is
+            impossible; a token was sampled by other weights than `versions`, or by older weights than the token
+            before it.
         InputError: a filter kept more ids than `Sampling.max_kept_ids`.
     """
     if not np.array_equal(answer.prompt_ids, request.prompt_ids):
@@ -573,13 +602,15 @@ def check_answer(
         raise _mismatch("logprobs", f"request {request.key} has a log-prob that is not finite")
     if answer.sampled is not None and (len(answer.sampled) != lengths[0] or not answer.sampled.any()):
         raise _mismatch(
-            "keys", f"request {request.key} has a mask of sampled tokens that does not fit its {lengths[0]} tokens"
+            "keys",
+            f"request {request.key} has a mask of sampled tokens that does not fit its {lengths[0]} tokens",
         )
     order, spans = list(versions), _spans(answer.weight_versions)
     if not set(spans) <= set(order) or not _is_ordered(spans, order):
         raise ProofError(
             "version",
-            f"request {request.key} has tokens sampled at versions {sorted(set(spans))}; the versions that were pushed are "
+            f"request {request.key} has tokens sampled at versions {sorted(set(spans))}; the versions that "
+            f"were pushed are "
             f"{order}",
             "the engine was restarted, or a program other than this trainer updated its weights",
             "let one trainer own the engine, and push the weights again",
@@ -597,7 +628,8 @@ def _check_pictures(request: GenerationRequest, answer: Completion) -> None:
     if asked != used:
         raise ProofError(
             "echo",
-            f"request {request.key}: the engine used {len(used)} pictures, which are not the {len(asked)} that were sent",
+            f"request {request.key}: the engine used {len(used)} pictures, which are not the {len(asked)} "
+            f"that were sent",
             "the pictures of two requests were exchanged, or the engine takes no pictures and dropped them",
             "use an engine that takes pictures (docs/guides/images.md); otherwise report this error with its message",
         )
@@ -622,7 +654,8 @@ def _mismatch(check: str, found: str) -> ProofError:
     )
 
 
-# Top-k keeps every id whose logit equals the k-th largest. In bfloat16 many logits are equal: at most so many, or this share of k.
+# Top-k keeps every id whose logit equals the k-th largest. In bfloat16 many logits are equal: at most so many, or
+# this share of k.
 _TIES, _SHARE_OF_TIES = 256, 0.25
 # Rounding of a log-prob in float32.
 _ROUNDING = 1e-3
@@ -635,9 +668,9 @@ def check_kept_ids(sampling: Sampling, answer: Completion, vocab_size: int | Non
         vocab_size: number of logits of the model; None if the caller does not know it.
 
     Raises:
-        ProofError: there are sets without a filter, or no sets with a filter; their number is wrong; the ids of a set are not
-            ascending or not in the vocabulary; a sampled token is outside its set; a set is larger than the filters allow; a set
-            has one id, and the log-prob of this id is not 0.
+        ProofError: there are sets without a filter, or no sets with a filter; their number is wrong; the ids of a set
+            are not ascending or not in the vocabulary; a sampled token is outside its set; a set is larger than the
+            filters allow; a set has one id, and the log-prob of this id is not 0.
         InputError: a filter kept more ids than `max_kept_ids` for a token. The engine has then left the set empty.
     """
     kept = answer.kept_ids
@@ -654,7 +687,8 @@ def check_kept_ids(sampling: Sampling, answer: Completion, vocab_size: int | Non
     sizes = kept.sizes
     if not sizes.all() or sizes.max() > sampling.max_kept_ids:
         raise InputError(
-            f"request {answer.key}: the filters kept more than max_kept_ids={sampling.max_kept_ids} ids for one token. Set top_k "
+            f"request {answer.key}: the filters kept more than max_kept_ids={sampling.max_kept_ids} ids for "
+            f"one token. Set top_k "
             "too, which bounds the sets, or raise max_kept_ids"
         )
     _check_ids(answer, kept, vocab_size)
@@ -663,7 +697,9 @@ def check_kept_ids(sampling: Sampling, answer: Completion, vocab_size: int | Non
 
 def _check_ids(answer: Completion, kept: KeptIds, vocab_size: int | None) -> None:
     if kept.ids.min() < 0 or (vocab_size is not None and kept.ids.max() >= vocab_size):
-        raise _kept_ids_error(answer, f"has kept ids from {kept.ids.min()} to {kept.ids.max()}, outside the vocabulary")
+        raise _kept_ids_error(
+            answer, f"has kept ids from {kept.ids.min()} to {kept.ids.max()}, outside the vocabulary"
+        )
     is_ascending = np.diff(kept.ids) > 0
     is_ascending[kept.ends[:-1] - 1] = True
     if not is_ascending.all():
@@ -672,7 +708,8 @@ def _check_ids(answer: Completion, kept: KeptIds, vocab_size: int | None) -> Non
     outside = np.flatnonzero(~np.logical_or.reduceat(own, kept.ends - kept.sizes))
     if len(outside):
         raise _kept_ids_error(
-            answer, f"has {len(outside)} tokens outside their own set of kept ids; the first one is token {outside[0]}"
+            answer,
+            f"has {len(outside)} tokens outside their own set of kept ids; the first one is token {outside[0]}",
         )
 
 
@@ -692,6 +729,7 @@ def _kept_ids_error(answer: Completion, found: str) -> ProofError:
         "kept_ids",
         f"request {answer.key} {found}",
         "the engine did not apply the filters of the request, lost its record of the kept ids, or mixed up requests",
-        "start the engine as Lockstep starts it, on vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0); if it was started so, "
+        "start the engine as Lockstep starts it, on vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0); "
+        "if it was started so, "
         "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
     )

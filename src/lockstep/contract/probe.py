@@ -48,10 +48,12 @@ class ProbedModule:
 
     Attributes:
         name: the engine's name of the module.
-        kind: how the module is probed. A `linear` module maps the probe vector. An `embedding` looks up rows. `values` (norms and
-            other vectors) are returned as they are. `experts` map an input one by one, without their router.
-        tensors: checkpoint names of its weights. For a fused module, they are in the order of its outputs. For experts, they are
-            the gate, up and down projection of the first expert, then of the second expert, and so on.
+        kind: how the module is probed. A `linear` module maps the probe vector. An `embedding` looks up rows.
+            `values` (norms and other vectors) are returned as they are. `experts` map an input one by one, without
+            their router.
+        tensors: checkpoint names of its weights. For a fused module, they are in the order of its outputs. For
+            experts, they are the gate, up and down projection of the first expert, then of the second expert, and so
+            on.
         outputs: number of output values per input.
         has_bias: whether the module adds a bias. It is then also probed with an input of zeros.
         quantization: vLLM's name of the scheme in which the module computes; empty: the module is not quantised.
@@ -67,7 +69,9 @@ class ProbedModule:
 
 @dataclass(frozen=True, slots=True)
 class EngineModules:
-    """The modules of an engine that the probe can test, by name, and the names of the parameters that it cannot test."""
+    """The modules of an engine that the probe can test, by name, and the names of the parameters that it cannot
+    test.
+    """
 
     probed: Mapping[str, ProbedModule]
     unreached: tuple[str, ...]
@@ -79,10 +83,12 @@ def probe_vector(seed: int, module: str, size: int) -> torch.Tensor:
 
 
 def quantised_vector(seed: int, module: str, size: int) -> torch.Tensor:
-    """(size,) float32 vector that a module quantises to the same numbers. Then the module's output shows its weights alone.
+    """(size,) float32 vector that a module quantises to the same numbers.
 
-    Its elements are float8_e4m3 numbers, and at least every 16th one is the largest such number. Therefore the scale is 1 in every
-    part of at least 16 elements, as a worker with a part of a module sees it.
+    Then the module's output shows its weights alone.
+
+    Its elements are float8_e4m3 numbers, and at least every 16th one is the largest such number. Therefore the scale
+    is 1 in every part of at least 16 elements, as a worker with a part of a module sees it.
     """
     vector = (_SPREAD * probe_vector(seed, module, size)).clamp(-_LARGEST_CODE, _LARGEST_CODE)
     vector = vector.to(torch.float8_e4m3fn).float()
@@ -95,7 +101,9 @@ def codes_digest(codes: torch.Tensor, scales: torch.Tensor) -> str:
     return f"{tensor_digest(codes)} {tensor_digest(scales.float().flatten())}"
 
 
-def probe_inputs(seed: int, module: str, size: int, *, has_bias: bool, quantised: bool = False) -> torch.Tensor:
+def probe_inputs(
+    seed: int, module: str, size: int, *, has_bias: bool, quantised: bool = False
+) -> torch.Tensor:
     """(1, size): the probe vector. For a module with a bias, (2, size): the probe vector and a row of zeros.
 
     Args:
@@ -106,7 +114,9 @@ def probe_inputs(seed: int, module: str, size: int, *, has_bias: bool, quantised
 
 
 def probe_rows(seed: int, module: str, rows: int, *, every: bool) -> torch.Tensor:
-    """Ids that the probe looks up in an embedding of `rows` rows: all ids if `every` is true, otherwise a random sample."""
+    """Ids that the probe looks up in an embedding of `rows` rows: all ids if `every` is true, otherwise a random
+    sample.
+    """
     if every or rows <= SAMPLED_ROWS:
         return torch.arange(rows)
     # With repetitions, because a permutation of a whole vocabulary would cost more than the probe.
@@ -123,12 +133,17 @@ def probe_experts(seed: int, module: str, experts: int, *, every: bool) -> list[
 
 
 def expert_input(seed: int, module: str, size: int) -> torch.Tensor:
-    """(size,) float32 normal vector with standard deviation 1. An expert is not linear, and larger inputs would saturate it."""
+    """(size,) float32 normal vector with standard deviation 1.
+
+    An expert is not linear, and larger inputs would saturate it.
+    """
     return probe_vector(seed, module, size) / _SCALE
 
 
 def sendable(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Outputs of modules on the host, read from their device at once. Each has memory of its own: a part of a larger tensor would
+    """Outputs of modules on the host, read from their device at once.
+
+    Each has memory of its own: a part of a larger tensor would
     be sent to another process with the memory of all."""
     return {name: part.clone() for name, part in zip(outputs, on_host([*outputs.values()]), strict=True)}
 
@@ -188,8 +203,8 @@ def model_fields(config: Any) -> dict[str, Any]:
 def one_spelling(value: Any) -> Any:
     """A config's fields in one spelling, so that two programs that mean the same have the same.
 
-    A field with None is one that is not there, also inside `rope_parameters`. A window of 0 is none (transformers writes it for
-    Qwen2-MoE, vLLM replaces it). A rotary factor of 1.0 is the default.
+    A field with None is one that is not there, also inside `rope_parameters`. A window of 0 is none (transformers
+    writes it for Qwen2-MoE, vLLM replaces it). A rotary factor of 1.0 is the default.
 
     Args:
         value: the result of `model_fields`, or a part of it.
@@ -214,5 +229,9 @@ def fields_of_parts(text: Any, whole: Any) -> dict[str, Any]:
         whole: config of the whole model. For a model without pictures this is `text` itself.
     """
     tower = getattr(whole, "vision_config", None)
-    vision = {} if tower is None else {f"vision_config.{name}": value for name, value in model_fields(tower).items()}
+    vision = (
+        {}
+        if tower is None
+        else {f"vision_config.{name}": value for name, value in model_fields(tower).items()}
+    )
     return model_fields(text) | vision

@@ -42,7 +42,8 @@ class RequestKey(NamedTuple):
     Attributes:
         prompt_id: the prompt of the rollout.
         sample: which rollout of that prompt.
-        call: which request of that rollout, from 0. A completion that consists of several answers has the key of the first request.
+        call: which request of that rollout, from 0. A completion that consists of several answers has the key of the
+            first request.
     """
 
     prompt_id: str
@@ -60,7 +61,8 @@ class GenerationRequest(ArrayFields):
     Attributes:
         prompt_ids: (P,) int64. The constructor accepts any sequence of integers.
         pictures: the pictures whose placeholders are in the prompt; None: there are none.
-        own_stop: stop strings that only this request has. They are also in `sampling.stop`, after the stop strings of the run.
+        own_stop: stop strings that only this request has. They are also in `sampling.stop`, after the stop strings of
+            the run.
 
     Raises:
         BadValues: a prompt id is not an integer.
@@ -89,16 +91,19 @@ class Completion(ArrayFields):
         token_ids: (N,) int64 sampled ids. If an end-of-sequence token was sampled, it is included.
         logprobs: (N,) float32 log-prob of each sampled token under the sampling distribution (natural logarithm).
         weight_versions: (N,) int64 version of the weights that sampled each token.
-        finish_reason: why the engine ended the completion: `stop` for an end token or stop string, `length` for the token limit.
+        finish_reason: why the engine ended the completion: `stop` for an end token or stop string, `length` for the
+            token limit.
         sampled: (N,) bool, whether each id was sampled. The other ids were inserted. Their
             probability is 1, and their log-prob is 0. None: all ids were sampled.
-        kept_ids: one set of ids for each sampled token, in order: the ids whose probability was above 0 when the engine sampled
-            the token. None: the request has no filter that depends on the logits (`Sampling.is_filtered`).
-        pictures: the pictures that the engine has put into the prompt; None: there were none. If the completion consists of several
-            answers, these are all pictures before the last answer.
+        kept_ids: one set of ids for each sampled token, in order: the ids whose probability was above 0 when the
+            engine sampled the token. None: the request has no filter that depends on the logits
+            (`Sampling.is_filtered`).
+        pictures: the pictures that the engine has put into the prompt; None: there were none. If the completion
+            consists of several answers, these are all pictures before the last answer.
 
     Raises:
-        BadValues: an id or a version is not an integer, a log-prob is not a number, or a value of `sampled` is not a boolean.
+        BadValues: an id or a version is not an integer, a log-prob is not a number, or a value of `sampled` is not a
+            boolean.
     """
 
     key: RequestKey
@@ -139,13 +144,17 @@ class EngineSettings:
     """The settings that are in force, read back from the engine. They may differ from the settings that were requested.
 
     Attributes:
-        sampling_defaults: sampling values that the engine would use for settings that a request leaves out; must be empty.
+        sampling_defaults: sampling values that the engine would use for settings that a request leaves out; must be
+            empty.
         model_config: the fields of the engine's model config that describe its computation, as JSON types.
         kept_ids: whether the engine reports the ids that filters keep (`Completion.kept_ids`).
-        structured_outputs: the library that makes the masks of grammars, and those of its settings that are not the defaults.
-        normalises_pixels: whether the engine normalises pixels itself. Pixels that are already normalised would then be wrong.
+        structured_outputs: the library that makes the masks of grammars, and those of its settings that are not the
+            defaults.
+        normalises_pixels: whether the engine normalises pixels itself. Pixels that are already normalised would then
+            be wrong.
         second_runner: whether vLLM computes with its second model runner, which it uses on GPUs.
-        searches_top_p: whether the engine searches the edge of top-p instead of sorting, so that it comes only near to it.
+        searches_top_p: whether the engine searches the edge of top-p instead of sorting, so that it comes only near
+            to it.
         request_limits: the largest number of ids that one request may name, per setting.
     """
 
@@ -187,8 +196,8 @@ class WeightReceiver(Protocol):
         """Write named tensors (checkpoint names and shapes), and report all tensors that the engine now holds.
 
         Args:
-            base: digest of the weights that the engine must already hold. `tensors` are then the tensors that changed since. Empty:
-                `tensors` are all weights of the model.
+            base: digest of the weights that the engine must already hold. `tensors` are then the tensors that changed
+                since. Empty: `tensors` are all weights of the model.
         """
 
     def reset_caches(self) -> bool:
@@ -215,20 +224,24 @@ class ProbedEngine(Protocol):
             every: whether to use all rows of each embedding and all experts of each layer, instead of a sample.
         """
 
-    def ask_workers(self, question: str, arguments: Callable[[str], Sequence[Any] | None]) -> dict[str, Sequence[Any]]:
+    def ask_workers(
+        self, question: str, arguments: Callable[[str], Sequence[Any] | None]
+    ) -> dict[str, Sequence[Any]]:
         """Ask every worker what an extra wants to know of it.
 
         Args:
             question: a name of `WORKERS` (`lockstep.extensions`).
-            arguments: gives the arguments, in JSON's types, for the name of a server (the prefix of its modules' names; empty if
-                there is only one). None: this server is not asked.
+            arguments: gives the arguments, in JSON's types, for the name of a server (the prefix of its modules'
+                names; empty if there is only one). None: this server is not asked.
 
         Returns:
             The answers of each server's workers, by the server's name. Empty: the engine has no workers.
         """
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
-        """Log-probs at temperature 1 of every id of each sequence, except the first id. The engine computes them without any cache.
+        """Log-probs at temperature 1 of every id of each sequence, except the first id.
+
+        The engine computes them without any cache.
 
         Raises:
             InputError: a sequence has fewer than two ids, or fills the engine's whole context.
@@ -249,8 +262,8 @@ class Engine(WeightReceiver, ProbedEngine, Protocol):
     def serve(self, inbox: Inbox) -> None:
         """Answer the requests of an inbox until it is closed.
 
-        Requests may arrive at any time. The engine gives each completion back as soon as it is finished. If it raises an error, it
-        has dropped all requests of the inbox.
+        Requests may arrive at any time. The engine gives each completion back as soon as it is finished. If it raises
+        an error, it has dropped all requests of the inbox.
 
         Raises:
             InputError: a prompt is empty, or a request does not fit into the engine's context.
@@ -261,14 +274,17 @@ class Engine(WeightReceiver, ProbedEngine, Protocol):
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
-        """Answer every request (`serve` with an inbox that contains them from the start). Returns the completions by key.
+        """Answer every request (`serve` with an inbox that contains them from the start).
+
+        Returns the completions by key.
 
         Args:
-            on_answer: called with each completion as soon as it is finished, before all answers are checked together. The calls
-                come from one thread, which may differ from the caller's. The function must not block.
+            on_answer: called with each completion as soon as it is finished, before all answers are checked together.
+                The calls come from one thread, which may differ from the caller's. The function must not block.
 
         Raises:
-            InputError: a prompt is empty, or a request does not fit the engine's context. No request has then been started.
+            InputError: a prompt is empty, or a request does not fit the engine's context. No request has then been
+                started.
             ProofError: no version is committed, or the answers do not match the requests.
             LockstepError: a request exceeded the time limit.
         """

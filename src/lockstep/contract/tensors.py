@@ -50,7 +50,8 @@ import xxhash
 from lockstep.devices import Written, read_after, sent, written_so_far
 from lockstep.errors import LockstepError
 
-# 32-bit words per row, and levels of rows. Each level has 1/1024 of the words of the one below: four are enough for 16 TiB.
+# 32-bit words per row, and levels of rows. Each level has 1/1024 of the words of the one below: four are enough for
+# 16 TiB.
 _ROW, _LEVELS = 4096, 4
 # Two numbers of 64 bits per row.
 _LANES = 2
@@ -71,7 +72,8 @@ def new_key() -> int:
     key = secrets.randbits(KEY_BITS)
     if key in _drawn:
         raise LockstepError(
-            "this machine has drawn the same random key of 128 bits twice, so that its source of randomness repeats itself: "
+            "this machine has drawn the same random key of 128 bits twice, so that its source of randomness "
+            "repeats itself: "
             "restart the machine or the container, and do not restore a process from a snapshot"
         )
     _drawn.add(key)
@@ -86,8 +88,8 @@ def key_for(tensors: Iterable[torch.Tensor]) -> int | None:
 def device_digests(named: Sequence[Named], key: int) -> torch.Tensor:
     """The digests of tensors that lie on one device.
 
-    Nothing waits for the device: the digests are computed in the order of the caller's stream. Beside a contiguous tensor they take
-    at most 48 MB of memory. Other tensors are copied first.
+    Nothing waits for the device: the digests are computed in the order of the caller's stream. Beside a contiguous
+    tensor they take at most 48 MB of memory. Other tensors are copied first.
 
     Args:
         named: names and tensors of one device, of any dtype and shape.
@@ -99,7 +101,9 @@ def device_digests(named: Sequence[Named], key: int) -> torch.Tensor:
     if not named:
         return torch.empty(0, _LANES, dtype=torch.int64)
     device = named[0][1].device
-    multipliers = _on_device(key, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+    multipliers = _on_device(
+        key, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    )
     with torch.no_grad():
         contents = torch.stack([_content(tensor.detach(), multipliers) for _, tensor in named])
         return contents + sent(torch.tensor([_outline(n, t, key) for n, t in named]), device)
@@ -136,13 +140,18 @@ def _row_sums(part: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
 
 def _outline(name: str, tensor: torch.Tensor, key: int) -> list[int]:
     outline = json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode()
-    digest = hashlib.blake2b(outline, digest_size=8 * _LANES, key=key.to_bytes(KEY_BITS // 8, "little")).digest()
+    digest = hashlib.blake2b(
+        outline, digest_size=8 * _LANES, key=key.to_bytes(KEY_BITS // 8, "little")
+    ).digest()
     return np.frombuffer(digest, dtype="<i8").tolist()
 
 
 @lru_cache(maxsize=4)
 def _on_device(key: int, device: torch.device, stream: int) -> torch.Tensor:
-    """(levels, 2, row) int64: the multipliers. Another stream gets its own copy, because it does not wait for this stream."""
+    """(levels, 2, row) int64: the multipliers.
+
+    Another stream gets its own copy, because it does not wait for this stream.
+    """
     found = hashlib.shake_256(key.to_bytes(KEY_BITS // 8, "little")).digest(8 * _LEVELS * _LANES * _ROW)
     return sent(torch.frombuffer(bytearray(found), dtype=torch.int64).view(_LEVELS, _LANES, _ROW), device)
 
@@ -150,8 +159,8 @@ def _on_device(key: int, device: torch.device, stream: int) -> torch.Tensor:
 # Two threads, because xxhash releases the interpreter lock while it reads.
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="lockstep-digest")
 
-# Bytes of a group of tensors. The tensors of a group are digested while the caller uses them. A group of this size keeps both
-# threads busy. It also bounds the memory of tensors that are made only for the push.
+# Bytes of a group of tensors. The tensors of a group are digested while the caller uses them. A group of this size
+# keeps both threads busy. It also bounds the memory of tensors that are made only for the push.
 GROUP_BYTES = 16 << 20
 
 # Bytes of a GPU's tensor that are on the host at a time, per thread.
@@ -177,10 +186,11 @@ class LoadedWeights:
     """An engine's acknowledgement of one load.
 
     Attributes:
-        tensors: descriptions of the tensors that the engine now holds, computed from the arrived tensors themselves. The tensors of
-            this load come first, in order; the tensors of earlier loads follow.
+        tensors: descriptions of the tensors that the engine now holds, computed from the arrived tensors themselves.
+            The tensors of this load come first, in order; the tensors of earlier loads follow.
         untouched: parameters of the engine into which no tensor was written.
-        unknown_base: whether the load changes weights that the engine does not hold. The engine has then loaded nothing.
+        unknown_base: whether the load changes weights that the engine does not hold. The engine has then loaded
+            nothing.
         unstored: names of tensors that arrived and were written into no parameter of this worker.
         server: URL of the server that acknowledges; empty if the engine does not consist of several servers.
         others: the acknowledgements of the other servers, and of the other workers of each server.
@@ -210,7 +220,10 @@ class _Push:
 
 
 class _OnDevices:
-    """Digests that devices compute. The first that is asked for brings all of them to the host, in one copy per device."""
+    """Digests that devices compute.
+
+    The first that is asked for brings all of them to the host, in one copy per device.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[torch.Tensor, list[int], Written]] = []
@@ -231,7 +244,9 @@ class _OnDevices:
             waiting, self._waiting = self._waiting, []
             for device in {digests.device for digests, _, _ in waiting}:
                 own = [
-                    (read_after(w, torch.Tensor.detach, d), numbers) for d, numbers, w in waiting if d.device == device
+                    (read_after(w, torch.Tensor.detach, d), numbers)
+                    for d, numbers, w in waiting
+                    if d.device == device
                 ]
                 texts = digest_texts(torch.cat([digests for digests, _ in own]))
                 self._texts |= dict(zip([n for _, numbers in own for n in numbers], texts, strict=True))
@@ -243,12 +258,15 @@ _this_push: ContextVar[_Push | None] = ContextVar("this_push", default=None)
 
 @contextmanager
 def one_push(key: int | None = None, *, remembers: bool = True) -> Iterator[None]:
-    """A push. Trainer and engine, if they are in one process, describe its tensors in the same way, and each tensor once.
+    """A push.
+
+    Trainer and engine, if they are in one process, describe its tensors in the same way, and each tensor once.
 
     Args:
         key: the key of the digests; None: they are xxh3.
-        remembers: whether memory that was already digested is not read again, unless it was written to. Only for tensors that stay
-            alive. A tensor that is made only for the push may be freed, and the next tensor may get the same memory.
+        remembers: whether memory that was already digested is not read again, unless it was written to. Only for
+            tensors that stay alive. A tensor that is made only for the push may be freed, and the next tensor may get
+            the same memory.
     """
     token = _this_push.set(_Push(key, remembers=remembers))
     try:
@@ -264,12 +282,17 @@ def push_key() -> int | None:
 
 
 def digest_under(key: int | None) -> None:
-    """Give the further digests of this push another key. None: they are xxh3, because the tensors go through main memory."""
+    """Give the further digests of this push another key.
+
+    None: they are xxh3, because the tensors go through main memory.
+    """
     if (push := _this_push.get()) is not None:
         push.key = key
 
 
-def tensor_specs(named: Sequence[Named], like: Mapping[str, TensorSpec] | None = None) -> tuple[TensorSpec, ...]:
+def tensor_specs(
+    named: Sequence[Named], like: Mapping[str, TensorSpec] | None = None
+) -> tuple[TensorSpec, ...]:
     """Name, dtype, shape and byte digest of each tensor.
 
     Args:
@@ -287,18 +310,25 @@ def digests_of(named: Mapping[str, torch.Tensor], key: int | None) -> dict[str, 
 class Begun:
     """Descriptions that are computed in the background."""
 
-    def __init__(self, outlines: Sequence[_Outline], digests: Sequence[_Digest], on_host: Sequence[_Digest]) -> None:
+    def __init__(
+        self, outlines: Sequence[_Outline], digests: Sequence[_Digest], on_host: Sequence[_Digest]
+    ) -> None:
         # No reference to the tensors, because the caller may free them before it asks for the digests.
         self._outlines, self._digests, self._on_host = outlines, digests, on_host
 
     def settle(self) -> None:
-        """Wait until nothing reads the tensors in main memory any more. A GPU reads its own in the order of the stream."""
+        """Wait until nothing reads the tensors in main memory any more.
+
+        A GPU reads its own in the order of the stream.
+        """
         for digest in self._on_host:
             digest()
 
     def __call__(self) -> tuple[TensorSpec, ...]:
         """Wait for the descriptions."""
-        return tuple(TensorSpec(*o, digest()) for o, digest in zip(self._outlines, self._digests, strict=True))
+        return tuple(
+            TensorSpec(*o, digest()) for o, digest in zip(self._outlines, self._digests, strict=True)
+        )
 
 
 def begin_specs(
@@ -309,8 +339,8 @@ def begin_specs(
 ) -> Begun:
     """Begin `tensor_specs` in the background.
 
-    Tensors in main memory must not change until the result was called. What is done to tensors of a GPU afterwards, on the same
-    stream, does not change their digests.
+    Tensors in main memory must not change until the result was called. What is done to tensors of a GPU afterwards,
+    on the same stream, does not change their digests.
 
     Args:
         copied: the tensors of which `named` are copies, if they are copies.
@@ -336,7 +366,9 @@ def begin_specs(
         known |= zip(own, push.devices.begin(list(own.values()), key), strict=True)
     outlines = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
     digests = [known[identity] for identity in identities]
-    return Begun(outlines, digests, [digest for digest, key in zip(digests, keys, strict=True) if key is None])
+    return Begun(
+        outlines, digests, [digest for digest, key in zip(digests, keys, strict=True) if key is None]
+    )
 
 
 def described(
@@ -346,7 +378,8 @@ def described(
     to_host: bool = False,
     like: Mapping[str, TensorSpec] | None = None,
 ) -> Iterator[Named]:
-    """Yield the same tensors, and append their descriptions to `specs`, some of which are still being made (`finished`).
+    """Yield the same tensors, and append their descriptions to `specs`, some of which are still being made
+    (`finished`).
 
     `specs` is complete when the iterator ends. The iterator reads up to `GROUP_BYTES` ahead.
 
@@ -382,7 +415,9 @@ def _described(
 
 
 def digest_of_all(specs: tuple[TensorSpec, ...]) -> str:
-    """Hex digest of a whole set of weights. Equal digests mean equal names, dtypes, shapes and bytes, in the same order.
+    """Hex digest of a whole set of weights.
+
+    Equal digests mean equal names, dtypes, shapes and bytes, in the same order.
 
     If all tensors have digests of one key, the key is a part of it (`key_of`).
     """
@@ -425,7 +460,10 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pinned() -> torch.Tensor:
-    """This thread's buffer for bytes of a GPU. Into pinned memory they come eight times as fast (docs/internals/speed.md)."""
+    """This thread's buffer for bytes of a GPU.
+
+    Into pinned memory they come eight times as fast (docs/internals/speed.md).
+    """
     if not hasattr(_OF_THREAD, "buffer"):
         _OF_THREAD.buffer = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
     return _OF_THREAD.buffer
@@ -443,8 +481,8 @@ def _identity(tensor: torch.Tensor) -> object:
 class HeldWeights:
     """An engine's own record of the tensors that it has loaded, each described from the arrived tensor itself.
 
-    It allows pushes that contain only the tensors that changed. It has every tensor of a version, whether the last push or an
-    earlier one has sent it.
+    It allows pushes that contain only the tensors that changed. It has every tensor of a version, whether the last
+    push or an earlier one has sent it.
 
     Attributes:
         digest: digest of all tensors; empty during an update, and after an update that did not end.
@@ -481,7 +519,8 @@ class HeldWeights:
         """Whether the engine holds the weights that this update changes. Otherwise the update must not be loaded.
 
         Args:
-            base: digest of the weights that the update changes. Empty: the update has all tensors, and the record begins anew.
+            base: digest of the weights that the update changes. Empty: the update has all tensors, and the record
+                begins anew.
         """
         if not base:
             self._specs.clear()
@@ -513,7 +552,8 @@ class HeldWeights:
             half_loaded: names of layers that received only some of their elements.
 
         Returns:
-            The acknowledgement: the tensors that arrived in this update, and the tensors that the engine holds from earlier
+            The acknowledgement: the tensors that arrived in this update, and the tensors that the engine holds from
+                earlier
             updates.
         """
         if self._refused:

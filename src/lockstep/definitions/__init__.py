@@ -1,1 +1,4 @@
-"""Second implementations of what the trainer computes, written like the papers' formulas. They import none of our other code."""
+"""Second implementations of what the trainer computes, written like the papers' formulas.
+
+They import none of our other code.
+"""

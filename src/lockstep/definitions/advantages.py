@@ -56,8 +56,9 @@ def grpo(groups: Sequence[Rewards], scale: str) -> list[list[float | None]]:
     """GRPO (arXiv 2402.03300, section 4.1): (reward − mean of the group) / deviation.
 
     Args:
-        scale: which standard deviation is the divisor. `group`: that of the group's rewards. `batch`: that of all rewards of the
-            batch. `advantages`: that of all differences (reward − mean of the group). `none`: there is no division.
+        scale: which standard deviation is the divisor. `group`: that of the group's rewards. `batch`: that of all
+            rewards of the batch. `advantages`: that of all differences (reward − mean of the group). `none`: there is
+            no division.
     """
     differences = [centred(group) for group in groups]
     if scale == "none":
@@ -91,7 +92,9 @@ def gdpo(groups: Sequence[Sequence[Rewards]], weights: Sequence[float]) -> list[
 
 
 def leave_one_out(group: Rewards) -> list[float | None]:
-    """RLOO (arXiv 2402.14740): each reward minus the mean of the other rewards of its group; 0 if there are no others."""
+    """RLOO (arXiv 2402.14740): each reward minus the mean of the other rewards of its group; 0 if there are no
+    others.
+    """
     present = scored(group)
     total, others = math.fsum(present), max(len(present) - 1, 1)
     return [None if r is None else (r - (total - r) / others if len(present) > 1 else 0.0) for r in group]
@@ -118,7 +121,12 @@ def returns_to_go(reward: float, divergences: Sequence[float], beta: float, gamm
 
 
 def gae(
-    reward: float, divergences: Sequence[float], values: Sequence[float], beta: float, gamma: float, lam: float
+    reward: float,
+    divergences: Sequence[float],
+    values: Sequence[float],
+    beta: float,
+    gamma: float,
+    lam: float,
 ) -> list[float]:
     """Generalised advantage estimates (arXiv 1506.02438, equation 16) of one completion.
 
@@ -135,7 +143,9 @@ def gae(
 
 
 def preference(first: float | None, second: float | None) -> tuple[float, float]:
-    """Online DPO (arXiv 2402.04792): 1 for the better completion of a pair and −1 for the other; 0 and 0 if neither is better."""
+    """Online DPO (arXiv 2402.04792): 1 for the better completion of a pair and −1 for the other; 0 and 0 if neither
+    is better.
+    """
     if first is None or second is None or first == second:
         return 0.0, 0.0
     return (1.0, -1.0) if first > second else (-1.0, 1.0)
@@ -146,10 +156,10 @@ def token_weights(lengths: Sequence[int], average: str, limit: int) -> list[floa
 
     Args:
         lengths: tokens of each completion; 0 if it is left out. It still counts in the number of completions.
-        average: `completions`: over the tokens of a completion, then over completions (GRPO). `tokens`: over all tokens (DAPO).
-            `limit`: a sum over tokens, divided by completions × `limit` (Dr. GRPO). `sums`: a sum over tokens, averaged over
-            completions (LUSPO). `whole`: a completion has one loss, averaged over completions (RLOO). `pairs`: a pair has one
-            loss, averaged over pairs (DPO).
+        average: `completions`: over the tokens of a completion, then over completions (GRPO). `tokens`: over all
+            tokens (DAPO). `limit`: a sum over tokens, divided by completions × `limit` (Dr. GRPO). `sums`: a sum over
+            tokens, averaged over completions (LUSPO). `whole`: a completion has one loss, averaged over completions
+            (RLOO). `pairs`: a pair has one loss, averaged over pairs (DPO).
         limit: the largest number of tokens of a completion.
     """
     count, total = len(lengths), max(sum(lengths), 1)
@@ -165,7 +175,8 @@ def token_weights(lengths: Sequence[int], average: str, limit: int) -> list[floa
 
 
 def prompt_weights(lengths: Sequence[int], prompts: Sequence[Hashable]) -> list[float]:
-    """The weight of one token of each completion, if the loss is a mean over the tokens of each prompt, then over prompts.
+    """The weight of one token of each completion, if the loss is a mean over the tokens of each prompt, then over
+    prompts.
 
     This is ScaleRL's average (arXiv 2510.13786).
 

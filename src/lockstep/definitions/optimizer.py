@@ -38,7 +38,9 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings for N elements, each (N,) float64: learning rate, the decay factors of the two means, epsilon, weight decay."""
+    """The settings for N elements, each (N,) float64: learning rate, the decay factors of the two means, epsilon,
+    weight decay.
+    """
 
     rate: torch.Tensor
     beta1: torch.Tensor
@@ -56,8 +58,8 @@ def adamw(
         value, gradient: (N,) float64 values of the elements before the step, and their gradients.
 
     Returns:
-        (N,) new values, the new moments, and (N,) a scale for rounding errors: the change if all terms had the same sign. In a
-        lower precision, the rounding error of the change is proportional to this scale.
+        (N,) new values, the new moments, and (N,) a scale for rounding errors: the change if all terms had the same
+        sign. In a lower precision, the rounding error of the change is proportional to this scale.
     """
     s = settings
     steps = moments.steps + 1
@@ -99,14 +101,14 @@ class PlateauSchedule:
     """The rates of `reduce_lr_on_plateau`, from the metrics that it was given.
 
     After each metric: if more than `patience` metrics in a row were not better than the best one before, every rate is
-    multiplied by `factor`. The next `cooldown` metrics do not count as such. A rate stays at or above its `min_lr`, and stays as
-    it is if it would change by `eps` or less.
+    multiplied by `factor`. The next `cooldown` metrics do not count as such. A rate stays at or above its `min_lr`,
+    and stays as it is if it would change by `eps` or less.
 
     Args:
         settings: arguments of torch's `ReduceLROnPlateau`; those that are missing have torch's defaults.
         rates: the rates before the first metric, one per group of the optimizer.
-        best, bad, waiting: what earlier metrics have left: the best of them, how many since were not better, and how many of the
-            following do not count. None for `best`: there were none.
+        best, bad, waiting: what earlier metrics have left: the best of them, how many since were not better, and how
+            many of the following do not count. None for `best`: there were none.
     """
 
     def __init__(
@@ -156,12 +158,17 @@ class PlateauSchedule:
             return not math.isinf(metric) or (metric < 0) == (self._of["mode"] == "min")
         sign = -1.0 if self._of["mode"] == "min" else 1.0
         margin = self._of["threshold"]
-        limit = self._best * (1 + sign * margin) if self._of["threshold_mode"] == "rel" else self._best + sign * margin
+        limit = (
+            self._best * (1 + sign * margin)
+            if self._of["threshold_mode"] == "rel"
+            else self._best + sign * margin
+        )
         return sign * (metric - limit) > 0
 
 
 ADAMW = (
-    "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_torch_4bit", "adamw_torch_8bit",
+    "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_torch_4bit",
+    "adamw_torch_8bit",
     "adamw_anyprecision", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit",
 )  # fmt: skip
 LION = ("lion_8bit", "lion_32bit", "paged_lion_32bit", "paged_lion_8bit")

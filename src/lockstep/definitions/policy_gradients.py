@@ -1,4 +1,5 @@
-"""The derivatives of every policy loss with respect to each token's log-prob, derived by hand from the papers' formulas.
+"""The derivatives of every policy loss with respect to each token's log-prob, derived by hand from the papers'
+formulas.
 
 All functions take float64 arrays of the N tokens of one completion. The gradients that the loss gives are compared
 with these derivatives. Some values are so near to a bound that rounding decides on which side they are. Their tokens
@@ -32,7 +33,9 @@ def _is_near(values: Array, bounds: tuple[float | None, ...]) -> Array:
     return found
 
 
-def clipped(ratios: Array, advantages: Array, low: float, high: float, delta: float | None = None) -> Derivative:
+def clipped(
+    ratios: Array, advantages: Array, low: float, high: float, delta: float | None = None
+) -> Derivative:
     """Derivative of −min(r A, clip(r, 1 − low, 1 + high) A) with respect to the ratio r (arXiv 1707.06347).
 
     With `delta`, the first r is replaced by min(r, delta).
@@ -54,7 +57,9 @@ def sapo(ratios: Array, advantages: Array, positive: float, negative: float) -> 
     return -4 * advantages * gate * (1 - gate)
 
 
-def vespo_weight(log_ratios: Array, corrections: Array | None, whole: bool, power: float, rate: float) -> float:
+def vespo_weight(
+    log_ratios: Array, corrections: Array | None, whole: bool, power: float, rate: float
+) -> float:
     """φ(w) = w^k e^(λ (1 − w)) of a completion's importance weight w (arXiv 2602.10693), without gradient.
 
     Args:
@@ -88,13 +93,17 @@ def corrections(differences: Array, mode: str, low: float | None, high: float | 
 
 
 def k3(logps: Array, ref_logps: Array) -> tuple[Array, Array]:
-    """The estimator e^d − 1 − d of the KL, with d = ref − policy, and its derivative with respect to the policy's log-prob."""
+    """The estimator e^d − 1 − d of the KL, with d = ref − policy, and its derivative with respect to the policy's
+    log-prob.
+    """
     distance = ref_logps - logps
     return np.expm1(distance) - distance, -np.expm1(distance)
 
 
 def preference(margin: float, beta: float, kind: str) -> float:
-    """Derivative of DPO's loss (arXiv 2305.18290) or IPO's (arXiv 2310.12036) with respect to the chosen completion's log-prob."""
+    """Derivative of DPO's loss (arXiv 2305.18290) or IPO's (arXiv 2310.12036) with respect to the chosen completion's
+    log-prob.
+    """
     if kind == "ipo":
         return 2 * (margin - 1 / (2 * beta))
     return float(-beta / (1 + np.exp(beta * margin)))

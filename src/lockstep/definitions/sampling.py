@@ -42,7 +42,8 @@ def logprob(
         kept: ids that the filters (top-k, top-p, min-p) kept; None: there are no filters.
         allowed: the only ids that may be sampled; None: all.
         bias: numbers that are added to the logits, by id.
-        repetition: repetition penalty for ids in `prompt` and `before`. It divides positive logits and multiplies negative ones.
+        repetition: repetition penalty for ids in `prompt` and `before`. It divides positive logits and multiplies
+            negative ones.
         presence: presence penalty, subtracted once from the logit of each id in `before`.
         frequency: frequency penalty, subtracted from the logit of each id as often as the id is in `before`.
         prompt: ids of the prompt.
@@ -72,7 +73,8 @@ def broken_rule(
     Args:
         ids: (N,) ids of the completion.
         sampled: (N,) bool, whether each id was sampled.
-        earliest, latest: smallest and largest number of tokens after which a completion that still thinks is interrupted.
+        earliest, latest: smallest and largest number of tokens after which a completion that still thinks is
+            interrupted.
         inserted: ids of the interruption.
         end: consecutive ids that end the thinking.
     """
@@ -82,7 +84,9 @@ def broken_rule(
             return f"has {len(ids)} tokens, did not end its thinking within {latest} tokens, and was not interrupted"
         return None
     start = int(places[0])
-    if not np.array_equal(places, np.arange(start, start + len(inserted))) or not np.array_equal(ids[places], inserted):
+    if not np.array_equal(places, np.arange(start, start + len(inserted))) or not np.array_equal(
+        ids[places], inserted
+    ):
         return f"has {len(places)} inserted ids, and they are not the {len(inserted)} ids of the interruption"
     if not earliest <= start <= latest:
         return f"was interrupted after {start} tokens instead of {earliest} to {latest}"
@@ -128,7 +132,8 @@ class UserSettings:
         allowed_token_ids: the only ids that may be sampled; None: all.
         bad_words: texts that a completion must not contain.
         grammar: regular expression, JSON schema, choices or EBNF that a completion follows; None: it follows none.
-        thinking: smallest and largest number of tokens after which thinking is interrupted; None: it is never interrupted.
+        thinking: smallest and largest number of tokens after which thinking is interrupted; None: it is never
+            interrupted.
         interruption: the text that is inserted there.
         end_of_thinking: the text that ends thinking.
         reward_weights: weights of the reward functions, in their order. Functions after the last weight have weight 1.
@@ -162,7 +167,9 @@ def user_settings(fields: Mapping[str, Any]) -> UserSettings:
     allowed = given["allowed_token_ids"]
     return UserSettings(
         temperature=float(given["temperature"]),
-        max_tokens=int(given["max_completion_length" if "max_completion_length" in given else "max_new_tokens"]),
+        max_tokens=int(
+            given["max_completion_length" if "max_completion_length" in given else "max_new_tokens"]
+        ),
         stop=tuple(given["stop_strings"] or ()),
         numbers={name: float(given[name] or neutral) for name, neutral in _NEUTRAL.items()},
         logit_bias={int(token): float(bias) for token, bias in (given["logit_bias"] or {}).items()},

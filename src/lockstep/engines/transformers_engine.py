@@ -34,7 +34,14 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from lockstep.contract.distribution import processed_logprobs
-from lockstep.contract.inbox import Inbox, answer_all, check_request, check_requests, check_scores, check_scoring
+from lockstep.contract.inbox import (
+    Inbox,
+    answer_all,
+    check_request,
+    check_requests,
+    check_scores,
+    check_scoring,
+)
 from lockstep.contract.probe import (
     PROBED_ROWS,
     EngineModules,
@@ -47,7 +54,14 @@ from lockstep.contract.probe import (
     probe_rows,
     probe_vector,
 )
-from lockstep.contract.protocol import Completion, EngineSettings, FinishReason, GenerationRequest, OnAnswer, RequestKey
+from lockstep.contract.protocol import (
+    Completion,
+    EngineSettings,
+    FinishReason,
+    GenerationRequest,
+    OnAnswer,
+    RequestKey,
+)
 from lockstep.contract.sampling import GrammarCompiler, GrammarState
 from lockstep.contract.tensors import Begun, HeldWeights, LoadedWeights, TensorSpec, described, finished
 from lockstep.devices import on_host, sent
@@ -71,7 +85,11 @@ def list_modules(model: PreTrainedModel, checkpoint_names: tuple[str, ...]) -> E
         names_of.setdefault(p.parameter_name, []).append(p.name)
     experts = _experts_of(model, names_of)
     for name, module in model.named_modules():
-        own = [n for parameter, _ in module.named_parameters(recurse=False) for n in names_of[f"{name}.{parameter}"]]
+        own = [
+            n
+            for parameter, _ in module.named_parameters(recurse=False)
+            for n in names_of[f"{name}.{parameter}"]
+        ]
         kind = "experts" if name in experts else _kind(module)
         if kind is None or not set(own) <= set(checkpoint_names):
             unreached += own
@@ -107,7 +125,8 @@ def output_of(name: str, module: torch.nn.Module, seed: int, every: bool) -> tor
     if isinstance(module, torch.nn.Embedding):
         rows = sent(probe_rows(seed, name, module.num_embeddings, every=every), module.weight.device)
         vector = sent(probe_vector(seed, name, module.embedding_dim), module.weight.device)
-        # The module's own forward may scale the rows, or take positions instead of ids. Therefore this line reads the weight.
+        # The module's own forward may scale the rows, or take positions instead of ids. Therefore this line reads the
+        # weight.
         return torch.cat([module.weight[own].float() @ vector for own in rows.split(PROBED_ROWS)])
     if isinstance(module, torch.nn.Linear | Conv1D):
         size = module.weight.shape[0 if isinstance(module, Conv1D) else 1]
@@ -115,7 +134,9 @@ def output_of(name: str, module: torch.nn.Module, seed: int, every: bool) -> tor
         return module(sent(inputs, module.weight.device)).flatten()
     if _is_gated_experts(module):
         weights = module.get_parameter("down_proj")
-        chosen = sent(torch.tensor(probe_experts(seed, name, len(weights), every=every)), weights.device)[:, None]
+        chosen = sent(torch.tensor(probe_experts(seed, name, len(weights), every=every)), weights.device)[
+            :, None
+        ]
         inputs = sent(expert_input(seed, name, weights.shape[1]).to(weights.dtype), weights.device)
         inputs = inputs.expand(len(chosen), -1).contiguous()
         return module(inputs, chosen, torch.ones_like(chosen, dtype=weights.dtype)).flatten()
@@ -123,18 +144,25 @@ def output_of(name: str, module: torch.nn.Module, seed: int, every: bool) -> tor
 
 
 def _is_gated_experts(module: torch.nn.Module) -> bool:
-    """Whether a module contains gated experts without biases. Each expert is one slice of `gate_up_proj` and of `down_proj`."""
+    """Whether a module contains gated experts without biases.
+
+    Each expert is one slice of `gate_up_proj` and of `down_proj`.
+    """
     return {name for name, _ in module.named_parameters(recurse=False)} == {"gate_up_proj", "down_proj"}
 
 
 def _experts_of(model: PreTrainedModel, names_of: dict[str, list[str]]) -> dict[str, tuple[str, ...]]:
-    """Checkpoint names of the experts' projections, by module: gate, up and down of the first expert, then of the second, …"""
+    """Checkpoint names of the experts' projections, by module: gate, up and down of the first expert, then of the
+    second, …
+    """
     found: dict[str, tuple[str, ...]] = {}
     for name, module in model.named_modules() if expert_names(model) else ():
         if _is_gated_experts(module):
             gates, downs = names_of[f"{name}.gate_up_proj"], names_of[f"{name}.down_proj"]
             if len(gates) == 2 * len(downs):
-                found[name] = tuple(n for e, down in enumerate(downs) for n in (*gates[2 * e : 2 * e + 2], down))
+                found[name] = tuple(
+                    n for e, down in enumerate(downs) for n in (*gates[2 * e : 2 * e + 2], down)
+                )
     return found
 
 
@@ -162,7 +190,8 @@ class TransformersEngine:
 
     Args:
         model: directory or hub id, the same string that the trainer loads.
-        tokenizer: used to find stop strings in sampled text, and to compile grammars. The engine never encodes text with it.
+        tokenizer: used to find stop strings in sampled text, and to compile grammars. The engine never encodes text
+            with it.
         dtype: dtype of the engine's copy of the model.
         max_model_len: longest prompt + completion, in tokens.
         max_num_seqs: largest number of sequences that are decoded together; None: 64.
@@ -263,10 +292,12 @@ class TransformersEngine:
                 inbox.answer(self._completion(row), [self._version], self._vocab_size)
 
     def batches(self, rows: Sequence[_Row]) -> Iterator[list[_Row]]:
-        """Rows that are computed together. A row that has ended goes on to the end of its batch, which must fit the context.
+        """Rows that are computed together.
 
-        A shorter prompt gets padding on its left. Some families let it into their state, so prompts of one batch of a model that
-        keeps a state have one length.
+        A row that has ended goes on to the end of its batch, which must fit the context.
+
+        A shorter prompt gets padding on its left. Some families let it into their state, so prompts of one batch of a
+        model that keeps a state have one length.
         """
         batch: list[_Row] = []
         longest = budget = 0
@@ -274,7 +305,9 @@ class TransformersEngine:
             longest = max(longest, len(row.prompt_ids))
             budget = max(budget, row.request.sampling.max_tokens)
             is_padded = bool(batch) and self._keeps_state and len(row.prompt_ids) != len(batch[0].prompt_ids)
-            if batch and (is_padded or len(batch) == self.max_num_seqs or longest + budget > self._max_model_len):
+            if batch and (
+                is_padded or len(batch) == self.max_num_seqs or longest + budget > self._max_model_len
+            ):
                 yield batch
                 batch, longest, budget = [], len(row.prompt_ids), row.request.sampling.max_tokens
             batch.append(row)
@@ -345,7 +378,9 @@ class TransformersEngine:
         found = [output_of(name, self.model.get_submodule(name), seed, every).float() for name in names]
         return dict(zip(names, on_host(found), strict=True))
 
-    def ask_workers(self, question: str, arguments: Callable[[str], Sequence[Any] | None]) -> dict[str, Sequence[Any]]:
+    def ask_workers(
+        self, question: str, arguments: Callable[[str], Sequence[Any] | None]
+    ) -> dict[str, Sequence[Any]]:
         return {}
 
     @foreign_errors("transformers failed while it scored sequences")
@@ -361,7 +396,9 @@ class TransformersEngine:
             # Compute a few rows at a time, because the logits of a long sequence may not fit into memory.
             for states, targets in zip(hidden.split(SCORED_ROWS), row[0, 1:].split(SCORED_ROWS), strict=True):
                 # Mamba adds its layers up in float32, whatever its dtype is.
-                logits = transformed_logits(self.model.config.get_text_config(), head(states.to(head.weight.dtype)))
+                logits = transformed_logits(
+                    self.model.config.get_text_config(), head(states.to(head.weight.dtype))
+                )
                 found.append(logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0])
             rows.append(torch.cat(found))
         scores = {name: tuple(found.tolist()) for name, found in zip(sequences, on_host(rows), strict=True)}
@@ -400,7 +437,9 @@ class TransformersEngine:
 
 
 class SampleRows(LogitsProcessor):
-    """Samples the next token of every unfinished row, and sets all other logits to −inf. The greedy choice of transformers then
+    """Samples the next token of every unfinished row, and sets all other logits to −inf.
+
+    The greedy choice of transformers then
     takes the sampled token."""
 
     def __init__(self, rows: list[_Row], pad: int) -> None:
@@ -411,7 +450,8 @@ class SampleRows(LogitsProcessor):
         # One copy of all rows waits for the GPU once per token, and not once per row.
         logits = scores.cpu()
         tokens = [
-            self._sample(row, logits[i]) if row.finish_reason is None else self._pad for i, row in enumerate(self._rows)
+            self._sample(row, logits[i]) if row.finish_reason is None else self._pad
+            for i, row in enumerate(self._rows)
         ]
         chosen = sent(torch.tensor(tokens), scores.device)[:, None]
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)  # type: ignore[return-value]
@@ -444,7 +484,9 @@ class _RowsDone(StoppingCriteria):
         self._tokenizer = tokenizer
         self._deadline = deadline
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.BoolTensor:
+    def __call__(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object
+    ) -> torch.BoolTensor:
         if time.monotonic() > self._deadline:
             waiting = [row.request.key for row in self._rows if row.finish_reason is None]
             raise LockstepError(
@@ -469,13 +511,17 @@ class _RowsDone(StoppingCriteria):
         text = self._tokenizer.decode(row.token_ids, skip_special_tokens=False)
         if sampling.min_tokens:
             # As in vLLM, a stop string that ends within the first `min_tokens` tokens does not count.
-            earlier = len(self._tokenizer.decode(row.token_ids[: sampling.min_tokens], skip_special_tokens=False))
+            earlier = len(
+                self._tokenizer.decode(row.token_ids[: sampling.min_tokens], skip_special_tokens=False)
+            )
             return any(stop in text[max(0, earlier + 1 - len(stop)) :] for stop in sampling.stop)
         return any(stop in text for stop in sampling.stop)
 
 
 def _kept(logprobs: torch.Tensor, limit: int) -> SmallIds:
-    """(n,) ids with a probability above 0, ascending. If there are more than `limit`, the result is empty: `check_kept_ids` then
+    """(n,) ids with a probability above 0, ascending.
+
+    If there are more than `limit`, the result is empty: `check_kept_ids` then
     raises the error."""
     kept = torch.isfinite(logprobs).nonzero()[:, 0]
     return kept[: 0 if len(kept) > limit else None].numpy().astype(np.int32)

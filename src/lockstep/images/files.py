@@ -23,7 +23,8 @@ from lockstep.errors import InputError
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 # Pillow's name of a JPEG file with several pictures, as some cameras write it. Only the first is decoded.
 _SEVERAL = "MPO"
-# Most pixels of one picture, and of all pictures of a row, of a call, or of what a tool returns. RGB takes three bytes per pixel.
+# Most pixels of one picture, and of all pictures of a row, of a call, or of what a tool returns. RGB takes three
+# bytes per pixel.
 LARGEST, LARGEST_TOGETHER = 1 << 26, 1 << 28
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323
 
@@ -41,9 +42,13 @@ def open_header(file: File) -> ImageFile:
     try:
         found = Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS)
     except Image.DecompressionBombError as error:
-        raise InputError(f"a picture is too large: {error}; make it smaller ({LARGEST} pixels are read)") from error
+        raise InputError(
+            f"a picture is too large: {error}; make it smaller ({LARGEST} pixels are read)"
+        ) from error
     except UnidentifiedImageError as error:
-        raise InputError(f"a picture cannot be read: give a file in one of the formats {', '.join(FORMATS)}") from error
+        raise InputError(
+            f"a picture cannot be read: give a file in one of the formats {', '.join(FORMATS)}"
+        ) from error
     except Exception as error:  # Pillow raises errors of many kinds for damaged files.
         raise InputError(f"a picture cannot be read: {error}") from error
     try:
@@ -97,18 +102,23 @@ def check_together(pictures: Iterable[File | Image.Image]) -> None:
         total += width * height
         if total > LARGEST_TOGETHER:
             raise InputError(
-                f"pictures that are read together have {total} pixels or more, and {LARGEST_TOGETHER} are read: show fewer, "
+                f"pictures that are read together have {total} pixels or more, and {LARGEST_TOGETHER} are "
+                f"read: show fewer, "
                 "or make them smaller"
             )
 
 
 def _check(picture: Image.Image) -> None:
-    """Raise an InputError if the header says that a picture is not read here. Pixels that Pillow's user drew have no format."""
+    """Raise an InputError if the header says that a picture is not read here.
+
+    Pixels that Pillow's user drew have no format.
+    """
     width, height = picture.size
     if isinstance(picture, ImageFile):
         if picture.format not in (*FORMATS, _SEVERAL):
             raise InputError(
-                f"a picture has the format {picture.format}, which is not read here: give one of {', '.join(FORMATS)}, or "
+                f"a picture has the format {picture.format}, which is not read here: give one of "
+                f"{', '.join(FORMATS)}, or "
                 "image.convert('RGB')"
             )
         # Each tile is decoded whole, however small the picture is.
@@ -118,7 +128,8 @@ def _check(picture: Image.Image) -> None:
             width, height = max((width, height), tile, key=lambda sides: sides[0] * sides[1])
     if width * height > LARGEST:
         raise InputError(
-            f"a picture has {width} × {height} pixels, and {LARGEST} are read: make it smaller, as a model's image processor does"
+            f"a picture has {width} × {height} pixels, and {LARGEST} are read: make it smaller, as a model's "
+            f"image processor does"
         )
 
 

@@ -23,12 +23,13 @@ class Picture:
     """One processed picture.
 
     Attributes:
-        pixel_values: float32, scaled and normalised by the model's image processor: (patches, width), or (tiles, channels, height,
-            width) of a family that cuts pictures into tiles.
-        grid: (3,) int64, number of patches or tiles along time, height and width. A picture of one tile has height and width 0.
+        pixel_values: float32, scaled and normalised by the model's image processor: (patches, width), or (tiles,
+            channels, height, width) of a family that cuts pictures into tiles.
+        grid: (3,) int64, number of patches or tiles along time, height and width. A picture of one tile has height
+            and width 0.
         tokens: number of placeholder ids that stand for the picture in a prompt.
-        ids: all ids that stand for it: the placeholders, and the marks that some families write between tiles. Empty where only the
-            pixels count.
+        ids: all ids that stand for it: the placeholders, and the marks that some families write between tiles. Empty
+            where only the pixels count.
     """
 
     pixel_values: torch.Tensor
@@ -64,15 +65,16 @@ class Picture:
 class PromptPictures:
     """The pictures of one prompt, and where they are in it.
 
-    The prompt of a later turn of a conversation is all ids before the turn. A branch of a rollout has the pictures of its last
-    turn's prompt: those of its earlier turns are the first ones of them, in the same places.
+    The prompt of a later turn of a conversation is all ids before the turn. A branch of a rollout has the pictures of
+    its last turn's prompt: those of its earlier turns are the first ones of them, in the same places.
 
     Attributes:
         pictures: at least one, in the order of their placeholders.
-        places: (F,) int64, index in the prompt's ids of every placeholder. Other ids may stand between those of one picture.
+        places: (F,) int64, index in the prompt's ids of every placeholder. Other ids may stand between those of one
+            picture.
         placeholder: the id that stands for a part of a picture.
-        positions: (axes, P) int64 position ids of the prompt, from the model's own function. None: the model counts the ids of a
-            prompt with pictures as those of any text.
+        positions: (axes, P) int64 position ids of the prompt, from the model's own function. None: the model counts
+            the ids of a prompt with pictures as those of any text.
         delta: what the model adds to the index of a token after the prompt to get its position on every axis.
     """
 
@@ -89,7 +91,9 @@ class PromptPictures:
 
     @cached_property
     def in_pieces(self) -> PromptPictures:
-        """The same placeholders with the pieces of all pictures as pictures of their own. vLLM gets them in this form."""
+        """The same placeholders with the pieces of all pictures as pictures of their own. vLLM gets them in this
+        form.
+        """
         return replace(self, pictures=tuple(piece for picture in self.pictures for piece in picture.pieces))
 
     @property
@@ -132,7 +136,9 @@ def pixel_inputs(pictures: Sequence[Picture], device: torch.device) -> dict[str,
     return {"pixel_values": pixels, "image_grid_thw": torch.stack([p.grid for p in pictures]).to(device)}
 
 
-def model_inputs(shown: Iterable[PromptPictures | None], input_ids: torch.Tensor) -> Mapping[str, torch.Tensor]:
+def model_inputs(
+    shown: Iterable[PromptPictures | None], input_ids: torch.Tensor
+) -> Mapping[str, torch.Tensor]:
     """The arguments by which a model of transformers takes pictures in its own forward.
 
     Args:

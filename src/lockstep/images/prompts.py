@@ -29,7 +29,14 @@ from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedModel, 
 
 from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import Picture, PromptPictures
-from lockstep.images.reading import check_sizes, images_of_row, opened, parts_of_row, with_fetched, with_pictures
+from lockstep.images.reading import (
+    check_sizes,
+    images_of_row,
+    opened,
+    parts_of_row,
+    with_fetched,
+    with_pictures,
+)
 from lockstep.images.urls import NO_URLS, ImageUrls, is_url
 from lockstep.model_files import load_files
 from lockstep.models.policy import reads_tiles
@@ -71,7 +78,8 @@ class PictureLimits:
         """
         if self.per_prompt is not None and count > self.per_prompt:
             raise InputError(
-                f"{count} pictures, and limit_mm_per_prompt allows {self.per_prompt} per conversation: raise it, or show fewer"
+                f"{count} pictures, and limit_mm_per_prompt allows {self.per_prompt} per conversation: raise "
+                f"it, or show fewer"
             )
 
     def _set_patches(self, processor: Any) -> None:
@@ -89,7 +97,8 @@ class PictureLimits:
         side = processor.max_image_size["longest_edge"]
         if self.min_pixels is not None or self.max_pixels is None:
             raise InputError(
-                "min_pixels is not supported for models that cut pictures into tiles: they enlarge every picture to the `size` of "
+                "min_pixels is not supported for models that cut pictures into tiles: they enlarge every "
+                "picture to the `size` of "
                 "their preprocessor_config.json; leave it out"
             )
         if (tiles := math.isqrt(self.max_pixels) // side) < 1:
@@ -162,7 +171,8 @@ class InTiles:
         padded = "pixel_attention_mask" in found and not bool(found["pixel_attention_mask"].all())
         if padded or not bool(pixels.flatten(1).any(1).all()):
             raise InputError(
-                f"a picture of {image.width} × {image.height} pixels has a tile with padding, or one whose values are all 0, which "
+                f"a picture of {image.width} × {image.height} pixels has a tile with padding, or one whose "
+                f"values are all 0, which "
                 "the model takes for padding: use the model's own preprocessor_config.json (docs/guides/images.md)"
             )
         rows, columns = int(found["rows"][0][0]), int(found["cols"][0][0])
@@ -172,7 +182,9 @@ class InTiles:
         return Picture(pixels, torch.tensor([1, rows, columns]), len(parts) * len(pixels), ids)
 
     def _stand_in(self, rows: int, columns: int, parts: list[int]) -> Ids:
-        """The ids of a picture of `rows` × `columns` tiles and the whole picture after them, with `parts` for each tile."""
+        """The ids of a picture of `rows` × `columns` tiles and the whole picture after them, with `parts` for each
+        tile.
+        """
         ids: list[int] = []
         for row in range(1, rows + 1):
             for column in range(1, columns + 1):
@@ -184,7 +196,8 @@ class InTiles:
         found = self._tokenizer.convert_tokens_to_ids(mark)
         if not isinstance(found, int) or found == self._tokenizer.unk_token_id:
             raise InputError(
-                f"the tokenizer has no token {mark}, which stands beside pictures: use the tokenizer that came with the model, or "
+                f"the tokenizer has no token {mark}, which stands beside pictures: use the tokenizer that "
+                f"came with the model, or "
                 "smaller pictures (`size` in preprocessor_config.json)"
             )
         return found
@@ -197,7 +210,9 @@ def _processed(processor: Any, image: Image.Image, **more: Any) -> Any:
     try:
         return processor(images=[image], return_tensors="pt", **more)
     except ValueError as error:
-        raise InputError(f"a picture of {image.width} × {image.height} pixels cannot be used: {error}") from error
+        raise InputError(
+            f"a picture of {image.width} × {image.height} pixels cannot be used: {error}"
+        ) from error
 
 
 # Makes the ids of a row's prompt.
@@ -208,8 +223,8 @@ class ImagePrompts:
     """Reads prompts with pictures for one model.
 
     Args:
-        model: the policy, of a family that reads pictures (`models/policy.py`). Its function for positions is called once per
-            prompt with pictures.
+        model: the policy, of a family that reads pictures (`models/policy.py`). Its function for positions is called
+            once per prompt with pictures.
         path: directory or hub id with the model's image processor.
         chat_template_kwargs: further arguments of the chat template.
         limits: limits on the pictures.
@@ -217,8 +232,8 @@ class ImagePrompts:
         processor: the image processor; None: the one in `path`.
 
     Raises:
-        InputError: the model has no image processor, the tokenizer lacks an id that stands beside pictures, or a limit does not
-            fit the model.
+        InputError: the model has no image processor, the tokenizer lacks an id that stands beside pictures, or a
+            limit does not fit the model.
 
     Attributes:
         processor: the image processor, with the limits.
@@ -237,7 +252,9 @@ class ImagePrompts:
         config: Any = model.config
         try:
             # The limits are set on it.
-            processor = load_files(AutoImageProcessor, path) if processor is None else copy.deepcopy(processor)
+            processor = (
+                load_files(AutoImageProcessor, path) if processor is None else copy.deepcopy(processor)
+            )
         except (OSError, ValueError, ImportError) as error:
             raise InputError(f"model {path} comes without a usable image processor: {error}") from error
         limits.set_sizes(processor, config)
@@ -250,7 +267,9 @@ class ImagePrompts:
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
-        """Ids that must not be sampled: an engine would put a picture, or a part of one, in the place of such a token."""
+        """Ids that must not be sampled: an engine would put a picture, or a part of one, in the place of such a
+        token.
+        """
         known = (getattr(self._model.config, name, None) for name in ("image_token_id", "video_token_id"))
         return tuple(sorted({int(token) for token in known if token is not None}))
 
@@ -323,12 +342,12 @@ class ImagePrompts:
         """The ids of a row's prompt with the ids of its pictures, and its pictures; None: the row has none.
 
         Args:
-            ids_of: makes the ids of a row whose messages contain processed pictures, for example with tools; None: they are the
-                prompt's alone.
+            ids_of: makes the ids of a row whose messages contain processed pictures, for example with tools; None:
+                they are the prompt's alone.
 
         Raises:
-            InputError: a picture cannot be opened or processed, there are too many, the prompt cannot be tokenized, or its text
-                has not one placeholder per picture.
+            InputError: a picture cannot be opened or processed, there are too many, the prompt cannot be tokenized,
+                or its text has not one placeholder per picture.
         """
         prompt, images = images_of_row(self.with_files(row))
         self.check_count(len(images))
@@ -338,7 +357,9 @@ class ImagePrompts:
             if ids_of is not None:
                 ids = whole_numbers(ids_of({**row, "prompt": prompt}))
             else:
-                ids = whole_numbers(render_prompt(prompt, self._tokenizer, template=self._template, images=True))
+                ids = whole_numbers(
+                    render_prompt(prompt, self._tokenizer, template=self._template, images=True)
+                )
         else:
             plain = render_prompt(prompt, self._tokenizer) if ids_of is None else ids_of(row)
             ids = with_picture_ids(whole_numbers(plain), self._placeholder, pictures)
@@ -369,7 +390,8 @@ class ImagePrompts:
         if len(places) != due:
             raise ProofError(
                 "placeholder",
-                f"the ids of a conversation have {len(places)} placeholders, and its {len(pictures)} pictures have {due}",
+                f"the ids of a conversation have {len(places)} placeholders, and its {len(pictures)} pictures "
+                f"have {due}",
                 "a placeholder was sampled, or the ids of a picture were changed",
                 "this is a defect of Lockstep: report it with this message",
             )
@@ -389,11 +411,14 @@ class ImagePrompts:
         parts = ids == self._placeholder
         if np.count_nonzero(parts[1:] & ~parts[:-1]) + parts[0] != len(pictures):
             raise InputError(
-                "two pictures stand side by side, without any text between them: write the model's marks around each picture, as "
+                "two pictures stand side by side, without any text between them: write the model's marks "
+                "around each picture, as "
                 "its chat template does, or a space between them"
             )
         row = torch.tensor(ids)[None]
         grids = torch.stack([picture.grid for picture in pictures])
         marks = (row == self._placeholder).int()
-        positions, delta = self._model.base_model.get_rope_index(row, mm_token_type_ids=marks, image_grid_thw=grids)
+        positions, delta = self._model.base_model.get_rope_index(
+            row, mm_token_type_ids=marks, image_grid_thw=grids
+        )
         return positions[:, 0].numpy(), int(delta)

@@ -64,7 +64,8 @@ def parts_of_row(row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """The prompt of a row without its pictures, and the pictures in the order in which the prompt shows them.
 
     Returns:
-        The prompt: text as it stands, or messages in which each picture is a part `{"type": "image"}`. The pictures are as given.
+        The prompt: text as it stands, or messages in which each picture is a part `{"type": "image"}`. The pictures
+            are as given.
 
     Raises:
         InputError: the image parts without a picture are not as many as the column's pictures.
@@ -81,7 +82,8 @@ def parts_of_row(row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     if (more := sum(1 for _ in left)) or None in found:
         parts = len(given) - more + found.count(None)
         raise InputError(
-            f"the messages have {parts} image parts without a picture, and the columns hold {len(given)} pictures: give one "
+            f"the messages have {parts} image parts without a picture, and the columns hold {len(given)} "
+            f"pictures: give one "
             "picture per image part"
         )
     return messages, found
@@ -110,13 +112,18 @@ def with_pictures(messages: Sequence[Message], pictures: Iterable[HasPictureIds]
         content = message.get("content")
         if not isinstance(content, list):
             return message
-        return {**message, "content": [picture_part(next(left)) if _is_image(part) else part for part in content]}
+        return {
+            **message,
+            "content": [picture_part(next(left)) if _is_image(part) else part for part in content],
+        }
 
     return [filled(message) for message in messages]
 
 
 def with_data_urls(messages: Sequence[Message]) -> list[Message]:
-    """Messages in which each image is a `data:` URL, so that JSON can hold them. An image part without an image stays as it is.
+    """Messages in which each image is a `data:` URL, so that JSON can hold them.
+
+    An image part without an image stays as it is.
 
     Raises:
         InputError: an image cannot be opened.
@@ -130,7 +137,8 @@ def with_data_urls(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_image_urls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row for an agent: each image is a `data:` URL, and those in messages are parts of OpenAI's chat completions API.
+    """A row for an agent: each image is a `data:` URL, and those in messages are parts of OpenAI's chat completions
+    API.
 
     Raises:
         InputError: an image cannot be opened.
@@ -139,7 +147,9 @@ def with_image_urls(row: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(row["prompt"], list):
         found["prompt"] = _each_part(
             with_data_urls(with_images(row)),
-            lambda part: {"type": "image_url", "image_url": {"url": part["image"]}} if _is_image(part) else part,
+            lambda part: (
+                {"type": "image_url", "image_url": {"url": part["image"]}} if _is_image(part) else part
+            ),
         )
     return found
 
@@ -173,7 +183,8 @@ def with_fetched(row: Mapping[str, Any], fetch: Callable[[str], str]) -> dict[st
     """A row in which each URL of an image has given way to what `fetch` returns for it.
 
     Raises:
-        InputError: the URL or a redirect is not allowed, the file is too large or no image, or it does not come in time.
+        InputError: the URL or a redirect is not allowed, the file is too large or no image, or it does not come in
+            time.
     """
 
     def own(image: Any) -> Any:
@@ -209,8 +220,8 @@ def opened(image: Any) -> Image.Image:
     """A picture in RGB.
 
     Args:
-        image: a PIL image, a path, the bytes of an image file, a `data:` URL, or a mapping with `bytes` or `path` (as in
-            `datasets`).
+        image: a PIL image, a path, the bytes of an image file, a `data:` URL, or a mapping with `bytes` or `path` (as
+            in `datasets`).
 
     Raises:
         InputError: it is something else, a URL (`images/urls.py` fetches those), or cannot be read (`images/files.py`).
@@ -240,7 +251,9 @@ def _given(image: Any) -> bytes | str | Path | Image.Image:
         NO_URLS.check(image)
     if isinstance(image, bytes | str | Path | Image.Image):
         return image
-    raise InputError(f"a picture is a {type(image).__name__}; it must be a PIL image, a path, or the bytes of a file")
+    raise InputError(
+        f"a picture is a {type(image).__name__}; it must be a PIL image, a path, or the bytes of a file"
+    )
 
 
 def _each_part(messages: Sequence[Message], own: Callable[[Any], Any]) -> list[Message]:
@@ -300,7 +313,9 @@ def _parts(message: Any) -> list[dict[str, Any]]:
         # `datasets` gives every part all keys of any part.
         own = {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
         own = as_image_part(own)
-        if own.get("type") not in ("text", "image") or (own["type"] == "text" and not isinstance(own.get("text"), str)):
+        if own.get("type") not in ("text", "image") or (
+            own["type"] == "text" and not isinstance(own.get("text"), str)
+        ):
             raise InputError(
                 f"a message has a part {part!r:.100}; only text and images are supported (an image is given as "
                 "{'type': 'image', 'image': …}, or with its URL as {'type': 'image_url', 'image_url': {'url': …}})"
@@ -314,7 +329,9 @@ def _is_image(part: Mapping[str, Any]) -> bool:
 
 
 def has_pictures(data: Any) -> bool:
-    """Whether a column of a data set or a stream holds pictures, at any depth, or did before the user's own steps (`map`)."""
+    """Whether a column of a data set or a stream holds pictures, at any depth, or did before the user's own steps
+    (`map`).
+    """
     given = [data.features] if isinstance(data, Dataset | IterableDataset) else []
     if isinstance(data, IterableDataset):
         given += _features_in(data._ex_iterable)
@@ -371,7 +388,9 @@ class _CheckedFeatures(Features):
         _check_row(list(example.values()))
         return super().decode_example(example, token_per_repo_id)
 
-    def decode_batch(self, batch: dict[str, list[Any]], token_per_repo_id: Any = None) -> dict[str, list[Any]]:
+    def decode_batch(
+        self, batch: dict[str, list[Any]], token_per_repo_id: Any = None
+    ) -> dict[str, list[Any]]:
         # A stream of tables reads its rows by batches.
         for row in zip(*batch.values(), strict=True):
             _check_row(list(row))

@@ -94,8 +94,8 @@ class ImageUrls:
     """Fetches images. Any thread may call it.
 
     Args:
-        allowed: beginnings of URLs, for example `https://example.org/pictures/`. Scheme, host and port must be equal to those of a
-            URL, and the path must be a beginning of its path, in whole parts.
+        allowed: beginnings of URLs, for example `https://example.org/pictures/`. Scheme, host and port must be equal
+            to those of a URL, and the path must be a beginning of its path, in whole parts.
 
     Raises:
         InputError: a beginning is not of this form.
@@ -111,7 +111,8 @@ class ImageUrls:
         """The file of a URL as a `data:` URL. Rows that name the same URL share one fetch, as long as its file is kept.
 
         Raises:
-            InputError: the URL or a redirect is not allowed, the file is too large or no image, or it does not come in time.
+            InputError: the URL or a redirect is not allowed, the file is too large or no image, or it does not come
+                in time.
         """
         checked = self.check(url)
         with self._lock:
@@ -146,9 +147,14 @@ class ImageUrls:
         url = _parsed(text)
         if url is None or not any(_covers(prefix, url) for prefix in self._allowed):
             shown = _shown(url) if url is not None else "a picture's URL"
-            why = "image_urls allows no URL that begins like it" if self._allowed else "image_urls allows no URLs"
+            why = (
+                "image_urls allows no URL that begins like it"
+                if self._allowed
+                else "image_urls allows no URLs"
+            )
             raise InputError(
-                f"{shown} is not fetched: {why}. Give a file or its bytes, or add the beginning of the URL to image_urls"
+                f"{shown} is not fetched: {why}. Give a file or its bytes, or add the beginning of the URL to "
+                f"image_urls"
             )
         return url
 
@@ -177,7 +183,9 @@ class ImageUrls:
                 elif answer.status_code == 200:
                     return body
                 else:
-                    raise InputError(f"{first} cannot be fetched: the server answers with status {answer.status_code}")
+                    raise InputError(
+                        f"{first} cannot be fetched: the server answers with status {answer.status_code}"
+                    )
         raise InputError(f"{first} cannot be fetched: it has more than {_REDIRECTS} redirects")
 
 
@@ -185,7 +193,8 @@ def _prefix(text: str) -> httpx.URL:
     url = _parsed(text)
     if url is None or url.query or url.fragment:
         raise InputError(
-            f"image_urls contains {text!r:.100}; each entry must be the beginning of a URL, such as https://example.org/pictures/, "
+            f"image_urls contains {text!r:.100}; each entry must be the beginning of a URL, such as "
+            f"https://example.org/pictures/, "
             "with http or https, without a user's name, a query and dots as parts of its path"
         )
     return url

@@ -1,1 +1,4 @@
-"""Rollouts become gradients: packs, forwards, losses and the steps of a generation. `events.py` is all that it knows of proofs."""
+"""Rollouts become gradients: packs, forwards, losses and the steps of a generation.
+
+`events.py` is all that it knows of proofs.
+"""

@@ -71,7 +71,8 @@ class Evidence(Protocol):
         Args:
             behaviour: those of the engine.
             before: those of the policy that the engine held.
-            now: those of this forward, where a pass before the first step has given `before`; None: this forward gave `before`.
+            now: those of this forward, where a pass before the first step has given `before`; None: this forward gave
+                `before`.
             scores: what the forward of each pack gave, for the proof that tokens are draws.
 
         Raises:
@@ -82,7 +83,8 @@ class Evidence(Protocol):
         """Compare the rows that were kept, while the weights are still those of their forward.
 
         Raises:
-            ProofError: log-probs are not those of the distribution that the user has asked for, or a set of kept ids is wrong.
+            ProofError: log-probs are not those of the distribution that the user has asked for, or a set of kept ids
+                is wrong.
         """
 
     def data(self) -> dict[str, Any]:
@@ -167,7 +169,9 @@ class Watch(LossWatch, Protocol):
     def taken(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt], number: int) -> None:
         """Scored rollouts were taken as generation `number`, of these prompts."""
 
-    def prepared(self, generation: Generation, scored: AllScores | None, sequences: Sequence[TrainingSequence]) -> None:
+    def prepared(
+        self, generation: Generation, scored: AllScores | None, sequences: Sequence[TrainingSequence]
+    ) -> None:
         """A generation is ready.
 
         Args:
@@ -176,7 +180,12 @@ class Watch(LossWatch, Protocol):
         """
 
     def evaluated(
-        self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt], scored: AllScores, digest: Any, count: int
+        self,
+        groups: Sequence[RolloutGroup],
+        prompts: Sequence[Prompt],
+        scored: AllScores,
+        digest: Any,
+        count: int,
     ) -> dict[str, float]:
         """An evaluation has its rollouts.
 
@@ -191,7 +200,9 @@ class Watch(LossWatch, Protocol):
 
     # ---- an optimizer step ------------------------------------------------------------------------------------------
 
-    def beginning(self, policy: Policy, generation: Generation, step: int, *, moved: bool, plain: bool) -> None:
+    def beginning(
+        self, policy: Policy, generation: Generation, step: int, *, moved: bool, plain: bool
+    ) -> None:
         """The first forward of a step will come.
 
         Args:

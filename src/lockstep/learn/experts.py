@@ -89,7 +89,9 @@ class Shares:
 
 
 def balance_loss(part: Routing, whole: Shares) -> torch.Tensor:
-    """A pack's share of the auxiliary loss of a step; a scalar with gradient. The shares of all packs add up to the loss.
+    """A pack's share of the auxiliary loss of a step; a scalar with gradient.
+
+    The shares of all packs add up to the loss.
 
     The loss is E × Σ over experts of (mean number of choices × mean probability), over all rows of the step.
     """
@@ -114,7 +116,9 @@ def chosen_experts(logits: Sequence[torch.Tensor], top_k: int) -> torch.Tensor:
     Args:
         logits: per layer, (T, E) or (B, T / B, E) logits of the router.
     """
-    layers = [layer.reshape(-1, layer.shape[-1]).float().softmax(-1).topk(top_k, dim=-1).indices for layer in logits]
+    layers = [
+        layer.reshape(-1, layer.shape[-1]).float().softmax(-1).topk(top_k, dim=-1).indices for layer in logits
+    ]
     return torch.stack(layers).sort(-1).values
 
 
@@ -169,6 +173,7 @@ def check_routers(model: PreTrainedModel) -> None:
         if abs(float(found) - float(own)) <= close * abs(float(own)):
             return
     raise InputError(
-        f"the auxiliary loss of {type(model).__name__}'s routers is not the usual one of a mixture of experts, and is not "
+        f"the auxiliary loss of {type(model).__name__}'s routers is not the usual one of a mixture of "
+        f"experts, and is not "
         "supported; set router_aux_loss_coef=0 to train without it"
     )

@@ -31,7 +31,8 @@ from lockstep.learn.sequence import TrainingSequence
 from lockstep.tokens.arrays import Flags, Ids, chosen, places_of
 from lockstep.tokens.chat import embedding_rows, end_ids
 
-# A banned id gets this logit. Its probability is exactly 0, and products with it stay finite, which they would not with −inf.
+# A banned id gets this logit. Its probability is exactly 0, and products with it stay finite, which they would not
+# with −inf.
 BANNED = -1e30
 
 
@@ -62,7 +63,9 @@ class Moves:
         """(E,) moved logits."""
         moved = logits + self.bias
         moved = torch.where(self.seen, moved * self._factor(moved, sampling), moved)
-        return moved - sampling.frequency_penalty * self.counts - sampling.presence_penalty * (self.counts > 0)
+        return (
+            moved - sampling.frequency_penalty * self.counts - sampling.presence_penalty * (self.counts > 0)
+        )
 
     def slopes(self, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         """(E,) derivative of each moved logit by the logit."""
@@ -102,7 +105,9 @@ class IdRules:
     @property
     def has_penalties(self) -> bool:
         sampling = self.sampling
-        return sampling.repetition_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
+        return sampling.repetition_penalty != 1.0 or bool(
+            sampling.presence_penalty or sampling.frequency_penalty
+        )
 
     @property
     def bans_ids(self) -> bool:
@@ -127,7 +132,9 @@ class IdRules:
         return banned
 
     @classmethod
-    def of_run(cls, sampling: Sampling, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> IdRules:
+    def of_run(
+        cls, sampling: Sampling, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    ) -> IdRules:
         """The rules of a run.
 
         Raises:
@@ -155,7 +162,9 @@ class CompletionRules:
         sampled: (C,) bool, whether each of `completion_ids` was sampled; None: true for all ids.
     """
 
-    def __init__(self, rules: IdRules, prompt_ids: Ids, completion_ids: Ids, sampled: Flags | None = None) -> None:
+    def __init__(
+        self, rules: IdRules, prompt_ids: Ids, completion_ids: Ids, sampled: Flags | None = None
+    ) -> None:
         self.rules, self._sampling = rules, rules.sampling
         self._prompt, self._completion = prompt_ids, completion_ids
         self._sampled = chosen(completion_ids, sampled)
@@ -195,7 +204,9 @@ class CompletionRules:
             return np.zeros(len(ids), dtype=np.int64)
         # Sorted by id and then by place, the occurrences of an id before a position are neighbours.
         width, keys = len(self._completion) + 1, self._keys
-        return np.searchsorted(keys, ids * width + self._places[positions]) - np.searchsorted(keys, ids * width)
+        return np.searchsorted(keys, ids * width + self._places[positions]) - np.searchsorted(
+            keys, ids * width
+        )
 
     @cached_property
     def _keys(self) -> Ids:
@@ -300,7 +311,9 @@ class RowRules:
         InputError: a completion has inserted ids, and a rule counts the sampled ones.
     """
 
-    def __init__(self, rules: IdRules, sequences: tuple[TrainingSequence, ...], owners: Ids, positions: Ids) -> None:
+    def __init__(
+        self, rules: IdRules, sequences: tuple[TrainingSequence, ...], owners: Ids, positions: Ids
+    ) -> None:
         self.rules = rules
         self._owners, self._positions = owners, positions
         self._completions = [completion_rules(rules, sequence) for sequence in sequences]
@@ -344,7 +357,8 @@ def completion_rules(rules: IdRules, sequence: TrainingSequence) -> CompletionRu
     inserted = sequence.sampled is not None and not sequence.sampled.all()
     if inserted and (names := rules.sampling.counting_fields):
         raise InputError(
-            f"completion {sequence.name} has ids that were not sampled; {' and '.join(names)} can be used with completions of one "
+            f"completion {sequence.name} has ids that were not sampled; {' and '.join(names)} can be used "
+            f"with completions of one "
             "call only: leave them out of runs with tools or interruptions"
         )
     return rules.of(sequence.prompt_ids, sequence.completion_ids, sequence.sampled)

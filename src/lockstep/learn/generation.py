@@ -1,4 +1,5 @@
-"""One generation: from scored groups to the micro-batches that learn from it, with the forwards that come before the first step.
+"""One generation: from scored groups to the micro-batches that learn from it, with the forwards that come before the
+first step.
 
 A forward without gradient over whole sequences: before a generation's first step, for a reference model, and for
 evaluations.
@@ -43,7 +44,9 @@ class AllScores:
     def beside(self, sequence: TrainingSequence) -> TrainingSequence:
         """A sequence with its scores, as the scores of the policy before the generation's first step."""
         name = sequence.name
-        return sequence.but(old_logps=self.logps[name], entropies=self.entropies[name], values=self.values.get(name))
+        return sequence.but(
+            old_logps=self.logps[name], entropies=self.entropies[name], values=self.values.get(name)
+        )
 
     def data(self) -> dict[str, Any]:
         """The whole content, as JSON types and arrays. The scores of each kind are one array."""
@@ -88,8 +91,8 @@ def score_all(
 
     Args:
         evidence: empty; what the proofs keep.
-        measure: whether to measure the gap to the engine's log-probs, and the draws. False for weights that the engine did not
-            sample with: those of a reference model, or of a policy that has moved since.
+        measure: whether to measure the gap to the engine's log-probs, and the draws. False for weights that the
+            engine did not sample with: those of a reference model, or of a policy that has moved since.
 
     Raises:
         ProofError: a log-prob of the policy is not finite, or a proof of drawn tokens fails.
@@ -106,7 +109,8 @@ def score_all(
             evidence.tokens(pack.sequences, pack.column("behaviour_logps"), scores.logps, scores=found)
         elif not bool(torch.isfinite(scores.logps).all()):
             raise InputError(
-                "the reference model, or the policy after an optimizer step, gives a sampled token no finite log-prob; look at its "
+                "the reference model, or the policy after an optimizer step, gives a sampled token no finite "
+                "log-prob; look at its "
                 "weights and dtype, and at grad_norm"
             )
         for by_name, values in (
@@ -121,11 +125,11 @@ def score_all(
     return AllScores(logps, entropies, critic_values, evidence)
 
 
-# One rollout in `_ONE_IN` is verified whatever its reward is; more of them in small generations, so that the verified rollouts of a
-# generation may have `_AT_LEAST` tokens on average.
+# One rollout in `_ONE_IN` is verified whatever its reward is; more of them in small generations, so that the verified
+# rollouts of a generation may have `_AT_LEAST` tokens on average.
 _ONE_IN, _AT_LEAST = 8, 128
-# The rollouts of a few generations are verified in one of them, up to this many tokens, because a forward over few tokens must
-# still read all weights.
+# The rollouts of a few generations are verified in one of them, up to this many tokens, because a forward over few
+# tokens must still read all weights.
 TOGETHER = 1024
 
 
@@ -134,10 +138,11 @@ class Generation:
     """Scored groups and the sequences to learn from.
 
     Attributes:
-        version: weight version that the engine held when the generation was taken. Without staleness it sampled every token.
+        version: weight version that the engine held when the generation was taken. Without staleness it sampled every
+            token.
         groups: the rollouts, by prompt.
-        micro_batches: lists of sequences, in the order of groups, samples and branches. The micro-batches of one optimizer step are
-            adjacent, and within a step so are those of one rank.
+        micro_batches: lists of sequences, in the order of groups, samples and branches. The micro-batches of one
+            optimizer step are adjacent, and within a step so are those of one rank.
     """
 
     version: int
@@ -151,7 +156,9 @@ class Generation:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens that the engine sampled, counted in the engine's answers and not in the training sequences."""
+        """Number of tokens that the engine sampled, counted in the engine's answers and not in the training
+        sequences.
+        """
         return sum(len(c.sampled_versions) for c in self.completions)
 
     @property
@@ -181,7 +188,10 @@ class Generation:
         return tuple(group.prompt.prompt_id for group in self.groups)
 
     def step(self, index: int, size: int) -> list[TrainingSequence]:
-        """Sequences of one optimizer step of this generation. `size` is the step's number of micro-batches over all ranks."""
+        """Sequences of one optimizer step of this generation.
+
+        `size` is the step's number of micro-batches over all ranks.
+        """
         return [s for batch in self.micro_batches[index * size : (index + 1) * size] for s in batch]
 
     def of_rank(self, index: int, size: int, ranks: Ranks) -> Sequence[Sequence[TrainingSequence]]:
@@ -190,7 +200,9 @@ class Generation:
         return self.micro_batches[first : first + size]
 
     def with_step(self, index: int, size: int, sequences: Sequence[TrainingSequence]) -> Generation:
-        """A copy of the generation in which the sequences of one optimizer step are replaced by others with the same names."""
+        """A copy of the generation in which the sequences of one optimizer step are replaced by others with the same
+        names.
+        """
         by_name = {s.name: s for s in sequences}
         first, end = index * size, (index + 1) * size
         batches = tuple(
@@ -208,9 +220,9 @@ class Generation:
 def drawn_rollouts(groups: int, size: int, tokens: int, seed: int, number: int) -> list[list[int]]:
     """The places, within each group of a generation, of the rollouts that are verified whatever their rewards are.
 
-    The choice does not depend on what was sampled. Otherwise the draws proof could not bet on the tokens. Every rollout is drawn
-    with the same probability. Among a few generations in a row, all drawn rollouts are in one generation. They are whole groups,
-    because the rollouts of a group share a prompt, and a part of one more group.
+    The choice does not depend on what was sampled. Otherwise the draws proof could not bet on the tokens. Every
+    rollout is drawn with the same probability. Among a few generations in a row, all drawn rollouts are in one
+    generation. They are whole groups, because the rollouts of a group share a prompt, and a part of one more group.
 
     Args:
         groups: number of groups.
@@ -237,7 +249,8 @@ def branches_of(groups: Sequence[RolloutGroup]) -> list[Completion]:
 
 
 def sequences_of(groups: Sequence[RolloutGroup], version: int) -> list[TrainingSequence]:
-    """One sequence per branch with sampled tokens, in the order of groups, samples and branches, without advantages and weights.
+    """One sequence per branch with sampled tokens, in the order of groups, samples and branches, without advantages
+    and weights.
 
     Args:
         version: weight version that will learn from them first.
@@ -271,33 +284,41 @@ def prepare_generation(
 ) -> Generation:
     """Advantages, loss weights and micro-batches of a generation.
 
-    Weights are normalised over each whole optimizer step, for any number of micro-batches and ranks. A rollout has one weight,
-    which all of its branches share. A rollout in which nothing was sampled counts like a masked one.
+    Weights are normalised over each whole optimizer step, for any number of micro-batches and ranks. A rollout has
+    one weight, which all of its branches share. A rollout in which nothing was sampled counts like a masked one.
 
     Args:
         sequences: the sequences of the groups, with the log-probs that the method needs; None: made from the groups.
         per_step: number of rollouts of an optimizer step; None: that of the config.
     """
     config, per_step = objective.config, per_step or objective.config.completions_per_step
-    found = {own[0].rollout or own[0].name: own for own in rollouts_of(sequences or sequences_of(groups, version))}
+    found = {
+        own[0].rollout or own[0].name: own for own in rollouts_of(sequences or sequences_of(groups, version))
+    }
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     branches = [found.get(str(rollout.key), []) for rollout in rollouts]
     wholes = [
-        own[0] if len(own) == 1 else joined_branches(str(r.key), own) for r, own in zip(rollouts, branches, strict=True)
+        own[0] if len(own) == 1 else joined_branches(str(r.key), own)
+        for r, own in zip(rollouts, branches, strict=True)
     ]
     advantaged = objective.with_advantages(groups, wholes)
     places = torch.tensor([place for place, group in enumerate(groups) for _ in group.rollouts])
     counted = torch.tensor([not objective.filtered(group) for group in groups])[places]
-    kept = torch.tensor([0 if objective.is_masked(r) else s.length for s, r in zip(advantaged, rollouts, strict=True)])
+    kept = torch.tensor(
+        [0 if objective.is_masked(r) else s.length for s, r in zip(advantaged, rollouts, strict=True)]
+    )
     weights = torch.zeros(len(advantaged))
     for start in range(0, len(advantaged), per_step):
         step = torch.arange(start, min(start + per_step, len(advantaged)))
         step = step[counted[step]]
         if len(step):
-            weights[step] = torch.where(kept[step] > 0, objective.sequence_weights(kept[step], places[step]), 0.0)
+            weights[step] = torch.where(
+                kept[step] > 0, objective.sequence_weights(kept[step], places[step]), 0.0
+            )
     weighted = [s.but(weight=weight) for s, weight in zip(advantaged, weights.tolist(), strict=True)]
     split = [
-        [whole] if len(own) == 1 else split_branches(whole, own) for whole, own in zip(weighted, branches, strict=True)
+        [whole] if len(own) == 1 else split_branches(whole, own)
+        for whole, own in zip(weighted, branches, strict=True)
     ]
     size = config.completions_per_micro_batch
     batches = tuple(tuple(s for own in split[i : i + size] for s in own) for i in range(0, len(split), size))
@@ -312,7 +333,12 @@ class Preparation:
     """
 
     def __init__(
-        self, objective: Objective, reference: Reference | None, clock: PhaseClock, ranks: Ranks, watch: LossWatch
+        self,
+        objective: Objective,
+        reference: Reference | None,
+        clock: PhaseClock,
+        ranks: Ranks,
+        watch: LossWatch,
     ) -> None:
         self._objective, self._reference, self._watch = objective, reference, watch
         self._config, self._clock, self._ranks = objective.config, clock, ranks
@@ -327,8 +353,8 @@ class Preparation:
             version: its weight version, which the engine holds.
 
         Returns:
-            The generation; the scores of its tokens, None if they need not be scored yet; and its sequences before their
-            advantages.
+            The generation; the scores of its tokens, None if they need not be scored yet; and its sequences before
+            their advantages.
 
         Raises:
             ProofError: a log-prob is not finite.
@@ -337,7 +363,8 @@ class Preparation:
         sequences, found = self._sequences(groups, version), None
         if not sequences:
             raise InputError(
-                "no token was sampled in any rollout of this generation: the programs of all rollouts ended before their first turn"
+                "no token was sampled in any rollout of this generation: the programs of all rollouts ended "
+                "before their first turn"
             )
         if self._objective.scores_first or not self._config.single_update:
             found = self.scores(policy, sequences)
@@ -373,7 +400,9 @@ class Preparation:
             return sequence
         return sequence.but(aside=True)
 
-    def step(self, policy: Policy, sequences: Sequence[TrainingSequence], *, moved: bool) -> list[TrainingSequence]:
+    def step(
+        self, policy: Policy, sequences: Sequence[TrainingSequence], *, moved: bool
+    ) -> list[TrainingSequence]:
         """Sequences of one optimizer step, over all ranks, just before its first forward. Every rank calls this.
 
         Args:
@@ -395,13 +424,18 @@ class Preparation:
         return generation.changed(lambda s: s.but(ref_logps=logps.get(s.name)))
 
     def reference_logps(
-        self, policy: Policy, sequences: Sequence[TrainingSequence], groups: Sequence[RolloutGroup], version: int
+        self,
+        policy: Policy,
+        sequences: Sequence[TrainingSequence],
+        groups: Sequence[RolloutGroup],
+        version: int,
     ) -> Scores:
         """The reference model's log-probs, by name of the sequence. Every rank calls this.
 
         Args:
             groups: those of the sequences.
-            version: weight version of the policy, which draws the completion whose log-probs are computed a second time.
+            version: weight version of the policy, which draws the completion whose log-probs are computed a second
+                time.
 
         Raises:
             ProofError: the second time gives other log-probs.
@@ -414,10 +448,14 @@ class Preparation:
             return scores
 
     def _to_be_scored(self, sequence: TrainingSequence) -> TrainingSequence:
-        """Drop old log-probs of a sequence with a gradient: the policy stays the same until the step, whose forward gives them."""
+        """Drop old log-probs of a sequence with a gradient: the policy stays the same until the step, whose forward
+        gives them.
+        """
         return sequence.but(old_logps=None) if self._objective.has_gradient(sequence) else sequence
 
-    def scores(self, policy: Policy, sequences: Sequence[TrainingSequence], *, measure: bool = True) -> AllScores:
+    def scores(
+        self, policy: Policy, sequences: Sequence[TrainingSequence], *, measure: bool = True
+    ) -> AllScores:
         """Scores of sequences under the current policy. Every rank calls this.
 
         Args:
@@ -432,7 +470,11 @@ class Preparation:
     def _score(self, policy: Policy, sequences: Sequence[TrainingSequence], *, measure: bool) -> AllScores:
         def own() -> AllScores:
             return score_all(
-                policy, share_of(sequences, self._ranks), self._config, self._watch.evidence(), measure=measure
+                policy,
+                share_of(sequences, self._ranks),
+                self._config,
+                self._watch.evidence(),
+                measure=measure,
             )
 
         if self._ranks.count == 1:

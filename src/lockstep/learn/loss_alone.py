@@ -46,7 +46,8 @@ def loss_alone(
     Returns:
         `loss`, and the method's figures by name.
     """
-    # Where log-probs do not matter, some sequences have no scores. Those of the engine, which the proof compares, stand for all.
+    # Where log-probs do not matter, some sequences have no scores. Those of the engine, which the proof compares,
+    # stand for all.
     known = needs_scores(objective)
     ready = [_with_scores(s, scored) if known else s.but(old_logps=s.behaviour_logps) for s in sequences]
     if objective.kl_in_reward:

@@ -42,7 +42,8 @@ _VOCABULARY = 64
 _FP32 = torch.float32.itemsize
 
 
-# ---- bytes of tensors --------------------------------------------------------------------------------------------------
+# ---- bytes of tensors
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,20 @@ def sizes_of(tensors: Iterable[torch.Tensor]) -> list[TensorSize]:
 
 
 def weight_bytes(model: torch.nn.Module, ranks: int = 1) -> int:
-    """Bytes of a model's parameters and buffers on one rank. Parameters of bitsandbytes are 4-bit codes and their scales.
+    """Bytes of a model's parameters and buffers on one rank.
+
+    Parameters of bitsandbytes are 4-bit codes and their scales.
 
     Args:
         ranks: number of ranks over which the parameters are cut; buffers are whole on each.
     """
     plain = [p for p in model.parameters() if not is_quantised(p)]
     codes = sum(_code_bytes(p) for p in model.parameters() if is_quantised(p))
-    return codes + sum(s.shard(ranks).size for s in sizes_of(plain)) + sum(s.size for s in sizes_of(model.buffers()))
+    return (
+        codes
+        + sum(s.shard(ranks).size for s in sizes_of(plain))
+        + sum(s.size for s in sizes_of(model.buffers()))
+    )
 
 
 def _code_bytes(parameter: Any) -> int:
@@ -116,7 +123,9 @@ def moment_bytes(trained: Iterable[TensorSize], kind: Any, arguments: Mapping[st
     return total
 
 
-def engine_weight_bytes(model: torch.nn.Module, dtype: torch.dtype, quantization: str | None, *, vllm: bool) -> int:
+def engine_weight_bytes(
+    model: torch.nn.Module, dtype: torch.dtype, quantization: str | None, *, vllm: bool
+) -> int:
     """Bytes of the weights of an engine.
 
     Args:
@@ -149,7 +158,9 @@ def engine_weight_bytes(model: torch.nn.Module, dtype: torch.dtype, quantization
 
 
 def adapter_bytes(adapted: torch.nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the places that vLLM keeps for one adapter (`vllm_enable_lora`): two factors per layer, of its next larger rank."""
+    """Bytes of the places that vLLM keeps for one adapter (`vllm_enable_lora`): two factors per layer, of its next
+    larger rank.
+    """
     total = 0
     for name, parameter in adapted.named_parameters():
         if ".lora_A." in name or ".lora_B." in name:
@@ -159,7 +170,8 @@ def adapter_bytes(adapted: torch.nn.Module, dtype: torch.dtype) -> int:
     return total
 
 
-# ---- activations -------------------------------------------------------------------------------------------------------
+# ---- activations
+# -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +237,8 @@ class Pass:
         computed: bytes per number in products: 2 with bf16.
         chunk: rows of logits in memory at a time.
         checkpointing: whether the backward computes each layer again.
-        room: bytes that layers may keep before later layers keep only their products (`learn/recomputation.py`); None: no layer
-            computes anything again by itself.
+        room: bytes that layers may keep before later layers keep only their products (`learn/recomputation.py`);
+            None: no layer computes anything again by itself.
     """
 
     positions: int
@@ -240,8 +252,8 @@ class Pass:
 def activation_bytes(shape: LayerShape, work: Pass) -> int:
     """An estimate of the bytes that a forward and its backward need beside weights and gradients.
 
-    It adds up what PyTorch keeps of a gated layer with two norms (Llama, Qwen and their like), and the largest of what exists for a
-    moment. docs/internals/training.md has the terms, and how far they were from what was measured.
+    It adds up what PyTorch keeps of a gated layer with two norms (Llama, Qwen and their like), and the largest of
+    what exists for a moment. docs/internals/training.md has the terms, and how far they were from what was measured.
     """
     positions, hidden = work.positions, shape.hidden
     layer = positions * kept_per_position(shape, work)
@@ -271,9 +283,11 @@ def activation_bytes(shape: LayerShape, work: Pass) -> int:
 def kept_per_position(shape: LayerShape, work: Pass) -> int:
     """Bytes per position that a layer keeps for its backward if it recomputes nothing."""
     stream, computed, hidden = work.stream, work.computed, shape.hidden
-    # A norm computes in float32 and keeps its input and what it has normed; the input of half-precision weights is widened.
+    # A norm computes in float32 and keeps its input and what it has normed; the input of half-precision weights is
+    # widened.
     normed = 2 * _FP32 if stream == _FP32 else _FP32 + stream
-    # Autocast makes a copy of the hidden states for each product. Otherwise all products of a norm keep the same tensor.
+    # Autocast makes a copy of the hidden states for each product. Otherwise all products of a norm keep the same
+    # tensor.
     casts = computed < stream
     copies = 5 if casts else 2
     attention = shape.queries + 2 * shape.keys + shape.queries
@@ -283,11 +297,16 @@ def kept_per_position(shape: LayerShape, work: Pass) -> int:
     if not shape.experts:
         return total + 4 * shape.inner * computed
     # Each expert's input is gathered, and its output is weighted.
-    routed = hidden * (stream + computed) + 4 * shape.inner * computed + (hidden * (stream + computed) if casts else 0)
+    routed = (
+        hidden * (stream + computed)
+        + 4 * shape.inner * computed
+        + (hidden * (stream + computed) if casts else 0)
+    )
     return total + shape.experts * routed - (hidden * computed if casts else 0)
 
 
-# ---- models without memory ---------------------------------------------------------------------------------------------
+# ---- models without memory
+# ---------------------------------------------------------------------------------------------
 
 
 def empty_base(path: str, config: OnlineConfig, quantization_config: Any = None) -> PreTrainedModel:
@@ -316,7 +335,9 @@ def _empty(kind: Any, config: Any, dtype: torch.dtype, quantization_config: Any 
         if quantization_config is not None:
             from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-            Bnb4BitHfQuantizer(quantization_config, pre_quantized=False).preprocess_model(model, device_map=None)
+            Bnb4BitHfQuantizer(quantization_config, pre_quantized=False).preprocess_model(
+                model, device_map=None
+            )
     return model
 
 
@@ -334,7 +355,8 @@ def _keep_in_float32(model: PreTrainedModel) -> None:
             parameter.data = parameter.data.float()
 
 
-# ---- devices -----------------------------------------------------------------------------------------------------------
+# ---- devices
+# -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +382,9 @@ class Room:
 
 
 def room_of(device: torch.device) -> Room:
-    """The memory of the trainer's device: of the whole GPU, or of the machine within the limits of its control groups."""
+    """The memory of the trainer's device: of the whole GPU, or of the machine within the limits of its control
+    groups.
+    """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return Room(device, f"{device} ({properties.name})", properties.total_memory)
@@ -396,7 +420,8 @@ def group_limits(
         place = base / path.strip("/")
         while place.is_relative_to(base):
             if controllers:
-                # The first version of control groups limits swap together with memory. No limit of swap is the careful reading.
+                # The first version of control groups limits swap together with memory. No limit of swap is the
+                # careful reading.
                 yield _limit(place / "memory.limit_in_bytes"), math.inf
             else:
                 yield _limit(place / "memory.max"), _limit(place / "memory.swap.max")
@@ -410,7 +435,7 @@ def _limit(file: Path) -> float:
         return math.inf
 
 
-# ---- a run -------------------------------------------------------------------------------------------------------------
+# ---- a run -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,7 +465,8 @@ class RunMemory:
 
     Attributes:
         parts: what is counted exactly.
-        activations: an estimate of what a forward and its backward need beside the parts; None: the family is not known.
+        activations: an estimate of what a forward and its backward need beside the parts; None: the family is not
+            known.
         unknown: what could not be counted.
     """
 
@@ -455,7 +481,9 @@ class RunMemory:
             mapped: whether to count what may be a view of files.
         """
         counted = [part for part in self.parts if mapped or not part.mapped]
-        return max(sum(p.size for p in counted if p.when in ("always", when)) for when in (LEARNING, SAMPLING))
+        return max(
+            sum(p.size for p in counted if p.when in ("always", when)) for when in (LEARNING, SAMPLING)
+        )
 
     @property
     def whole(self) -> int:
@@ -469,12 +497,20 @@ class RunMemory:
         return self.exact() - (left.exact() if left.parts else 0)
 
     def __str__(self) -> str:
-        shown = [f"{p.name} {in_gib(p.size)}{f' ({p.detail})' if p.detail else ''}" for p in self.parts if p.size]
+        shown = [
+            f"{p.name} {in_gib(p.size)}{f' ({p.detail})' if p.detail else ''}" for p in self.parts if p.size
+        ]
         return ", ".join(shown)
 
 
 LEARNING, SAMPLING = "learning", "sampling"
-WEIGHTS, FROZEN, VALUES, GRADIENTS, MOMENTS = "weights", "frozen weights", "value head", "gradients", "moments"
+WEIGHTS, FROZEN, VALUES, GRADIENTS, MOMENTS = (
+    "weights",
+    "frozen weights",
+    "value head",
+    "gradients",
+    "moments",
+)
 REFERENCE, REWARDS, ENGINE, CACHE = "reference", "reward models", "engine", "cache"
 
 
@@ -509,7 +545,9 @@ class RunModels:
 
 
 def memory_of_run(config: OnlineConfig, given: RunModels, room: Room) -> RunMemory:
-    """The memory that a run needs on the trainer's device. On a CPU, that is the memory of all its processes on this machine.
+    """The memory that a run needs on the trainer's device.
+
+    On a CPU, that is the memory of all its processes on this machine.
 
     Args:
         room: the memory of the device, of which vLLM takes a share on a GPU.
@@ -582,7 +620,9 @@ def pass_of(config: OnlineConfig, model: PreTrainedModel, room: Room) -> Pass:
 
 
 def _models(path: str, config: OnlineConfig, given: RunModels) -> tuple[PreTrainedModel, torch.nn.Module]:
-    """The base model that engines load, and the policy that is trained: both without memory, unless a loaded policy was given."""
+    """The base model that engines load, and the policy that is trained: both without memory, unless a loaded policy
+    was given.
+    """
     if not isinstance(given.model, str):
         base = causal_model(given.model) if not is_adapted(given.model) else empty_base(path, config)
         return base, given.model
@@ -620,7 +660,9 @@ def _moments(config: OnlineConfig, given: RunModels, policy: Any, sizes: Sequenc
             embeddings = [m.weight for m in policy.modules() if isinstance(m, torch.nn.Embedding)]
             wide = sizes_of(weight for weight in embeddings if weight.requires_grad)
         narrow = list((Counter(sizes) - Counter(wide)).elements())
-        return moment_bytes(narrow, kind, arguments) + moment_bytes(wide, kind, {**arguments, "optim_bits": 32})
+        return moment_bytes(narrow, kind, arguments) + moment_bytes(
+            wide, kind, {**arguments, "optim_bits": 32}
+        )
     except (*BAD_FILES, NotImplementedError) as error:
         _logger.debug(f"the state of {optimizer_name(config)} cannot be counted: {error}")
         return None
@@ -640,7 +682,12 @@ def _reward_bytes(entry: Any, room: Room) -> int | None:
 
 
 def _engine_parts(
-    config: OnlineConfig, given: RunModels, path: str, base: PreTrainedModel, policy: torch.nn.Module, room: Room
+    config: OnlineConfig,
+    given: RunModels,
+    path: str,
+    base: PreTrainedModel,
+    policy: torch.nn.Module,
+    room: Room,
 ) -> list[Part]:
     """What an engine in this process, or in its worker processes, takes of the trainer's device."""
     # Beside a trainer that was told to use the CPU, an engine still takes a GPU.
@@ -660,19 +707,24 @@ def _engine_parts(
     if room.on_gpu and cache is None:
         share = settings.get("gpu_memory_utilization", config.vllm_gpu_memory_utilization)
         own = weights // workers
-        return [Part(ENGINE, math.ceil(room.size * share), when, detail=f"{in_gib(own)} of it weights", least=own)]
+        return [
+            Part(ENGINE, math.ceil(room.size * share), when, detail=f"{in_gib(own)} of it weights", least=own)
+        ]
     if cache is None:
         limits = [n for n in (config.context_limit, context_length(base.config)) if n is not None]
         # The prompts are not read yet. Without a length from the user, the cache of the completions alone is counted.
         longest = min(limits) if config.context_limit else min(config.completion_limit + 2, *limits)
         cache = cpu_cache_bytes(path, dtype, longest, config.vllm_max_num_seqs or usual_sequences())
     if room.on_gpu:
-        return [Part(ENGINE, math.ceil(weights / workers) + cache, when, detail=f"{in_gib(cache)} of it cache")]
+        return [
+            Part(ENGINE, math.ceil(weights / workers) + cache, when, detail=f"{in_gib(cache)} of it cache")
+        ]
     more = "" if config.context_limit or "kv_cache_memory_bytes" in settings else "at least, without prompts"
     return [Part(ENGINE, weights, detail="its weights"), Part(CACHE, cache * workers, detail=more)]
 
 
-# ---- what a user is told -----------------------------------------------------------------------------------------------
+# ---- what a user is told
+# -----------------------------------------------------------------------------------------------
 
 
 def check_memory(config: OnlineConfig, given: RunModels) -> None:
@@ -696,15 +748,18 @@ def check_memory(config: OnlineConfig, given: RunModels) -> None:
     for part in memory.parts:
         if part.least > part.size:
             raise InputError(
-                f"vLLM does not fit into its share of {room.name}: the share has {in_gib(part.size)}, and the engine's weights "
-                f"alone have {in_gib(part.least)}. Raise vllm_gpu_memory_utilization, set vllm_tensor_parallel_size to split the "
+                f"vLLM does not fit into its share of {room.name}: the share has {in_gib(part.size)}, and the "
+                f"engine's weights "
+                f"alone have {in_gib(part.least)}. Raise vllm_gpu_memory_utilization, set "
+                f"vllm_tensor_parallel_size to split the "
                 "engine, or start 'lockstep serve' on other devices and set vllm_mode: server"
             )
     needed, first = f"{in_gib(memory.exact())} ({memory})", "What to change, what saves most first:"
     if room.beyond is not None and memory.exact(mapped=False) > room.size + room.beyond:
         changes = changes_of(config, given, replace(memory, activations=None), room)
         raise InputError(
-            f"the run does not fit into the memory of {room.name}: before any activations it needs {needed}, and there are "
+            f"the run does not fit into the memory of {room.name}: before any activations it needs {needed}, "
+            f"and there are "
             f"{in_gib(room.size)}. {first} {changes}"
         )
     unknown = f"; not counted: {', '.join(memory.unknown)}" if memory.unknown else ""
@@ -733,29 +788,38 @@ def changes_of(config: OnlineConfig, given: RunModels, memory: RunMemory, room: 
         "hold the base model in 4 bits (load_in_4bit)": 0
         if whole or given.quantization_config is not None
         else size(FROZEN) * 7 // 8,
-        "start the engine on another device ('lockstep serve', vllm_mode: server)": memory.without(ENGINE, CACHE),
+        "start the engine on another device ('lockstep serve', vllm_mode: server)": memory.without(
+            ENGINE, CACHE
+        ),
         "cut the model over two or more devices (fsdp: true, with torchrun)": trainer // 2
         if config.sharded_by is None and room.on_gpu
         else 0,
         "let the optimizer keep its moments in 8 bits (optim: adamw_8bit)": size(MOMENTS) * 3 // 4
         if optimizer.startswith("adamw_torch") and config.sharded_by is None
         else 0,
-        "leave the reference model out (beta: 0)": memory.without(REFERENCE) if given.ref_model is None else 0,
+        "leave the reference model out (beta: 0)": memory.without(REFERENCE)
+        if given.ref_model is None
+        else 0,
     }
     if engine is not None and engine.least:
-        found["lower vllm_gpu_memory_utilization"] = min(memory.without(ENGINE), (engine.size - engine.least) // 2)
+        found["lower vllm_gpu_memory_utilization"] = min(
+            memory.without(ENGINE), (engine.size - engine.least) // 2
+        )
         if engine.when == "always":
             found["let vLLM sleep while the trainer learns (vllm_enable_sleep_mode: true)"] = (
                 memory.exact() - replace_when(memory, ENGINE, SAMPLING).exact()
             )
     if not room.on_gpu:
         found["lower vllm_max_num_seqs"] = size(CACHE) // 2
-        found["let the engine compute in bfloat16 (engine_dtype: bfloat16)"] = size(ENGINE, CACHE) // 2 if wide else 0
+        found["let the engine compute in bfloat16 (engine_dtype: bfloat16)"] = (
+            size(ENGINE, CACHE) // 2 if wide else 0
+        )
     if memory.activations:
         found |= _smaller_activations(config, memory.activations)
     ordered = sorted(((saved, change) for change, saved in found.items() if saved > 0), reverse=True)
     return (
-        "; ".join(f"{change} saves about {in_gib(saved)}" for saved, change in ordered[:_CHANGES]) or "a smaller model"
+        "; ".join(f"{change} saves about {in_gib(saved)}" for saved, change in ordered[:_CHANGES])
+        or "a smaller model"
     )
 
 

@@ -28,13 +28,14 @@ SAID_BELOW = 0.9
 _SAMPLE = 16_384
 
 
-# Prefixes of names of optimizers. Their first step changes an element by at most the learning rate, and later steps by little
-# more. They do not store what rounding removed.
+# Prefixes of names of optimizers. Their first step changes an element by at most the learning rate, and later steps
+# by little more. They do not store what rounding removed.
 _BOUNDED = ("adamw_torch", "adamw_bnb", "adamw_8bit", "lion", "paged_adamw", "paged_lion")
 
 
 def moving_share(parameters: Iterable[torch.Tensor], step: float) -> float:
-    """Share of elements that change when `step` is added to or taken from them, in their own dtype; 1 if there are none.
+    """Share of elements that change when `step` is added to or taken from them, in their own dtype; 1 if there are
+    none.
 
     Args:
         parameters: the trained tensors. Of a large tensor a sample of elements is used, the same sample each time.
@@ -54,9 +55,12 @@ def moving_share(parameters: Iterable[torch.Tensor], step: float) -> float:
 
 
 def check_steps_move(policy: PreTrainedModel, args: OnlineConfig, alarms: Alarms) -> None:
-    """Refuse a run if rounding removes almost all of its weight changes. Raise an alarm if rounding removes many of them.
+    """Refuse a run if rounding removes almost all of its weight changes.
 
-    Only optimizers with bounded steps (AdamW, Lion) are checked. A learning rate of 0 is accepted, because the user chose it.
+    Raise an alarm if rounding removes many of them.
+
+    Only optimizers with bounded steps (AdamW, Lion) are checked. A learning rate of 0 is accepted, because the user
+    chose it.
 
     Raises:
         InputError: less than 1 % of the trained weights can move.
@@ -70,11 +74,13 @@ def check_steps_move(policy: PreTrainedModel, args: OnlineConfig, alarms: Alarms
         return
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained}))
     found = (
-        f"one step at learning_rate={args.learning_rate:g} can move {share:.2%} of the trained weights: they are held in {dtypes}, "
+        f"one step at learning_rate={args.learning_rate:g} can move {share:.2%} of the trained weights: they "
+        f"are held in {dtypes}, "
         "and a change of less than half the distance to the next such number is rounded away"
     )
     cure = (
-        "leave dtype out of model_init_kwargs, so that weights are float32 (bf16=True still computes in bfloat16), or raise "
+        "leave dtype out of model_init_kwargs, so that weights are float32 (bf16=True still computes in "
+        "bfloat16), or raise "
         "learning_rate"
     )
     if share < REFUSED_BELOW:

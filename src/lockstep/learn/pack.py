@@ -67,7 +67,8 @@ class TokenTree:
     Attributes:
         tokens: (T,) id of each node.
         depths: (T,) number of ancestors of each node.
-        ends: (T,) for each node, the index after its last descendant. Node i sees node j if and only if j <= i < ends[j].
+        ends: (T,) for each node, the index after its last descendant. Node i sees node j if and only if j <= i <
+            ends[j].
         nodes: the nodes of each path, from its first token to its last.
     """
 
@@ -164,8 +165,8 @@ def _joined(parts: list[Ints]) -> Ints:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
-# All possible packs that begin at one unit, ordered by where they end: their sizes, their wastes (an int if all are equal), and the
-# number of them that may be larger than the budget.
+# All possible packs that begin at one unit, ordered by where they end: their sizes, their wastes (an int if all are
+# equal), and the number of them that may be larger than the budget.
 _Packs = tuple[Ints, Ints | int, int]
 # A pack may be larger than the budget where it would otherwise repeat a prompt of at least this share of the budget.
 _LONG_PROMPT = 0.1
@@ -176,17 +177,17 @@ def cut_tree(
 ) -> list[range]:
     """Cut units into packs. The paths of each pack form one tree. Returns the units of each pack.
 
-    The cut keeps the order of the units. Among all cuts it is one with the fewest packs. If there are several, it is one whose
-    packs repeat the fewest prompt positions of the previous pack. If there are still several, it is the one whose largest pack
-    is smallest.
+    The cut keeps the order of the units. Among all cuts it is one with the fewest packs. If there are several, it is
+    one whose packs repeat the fewest prompt positions of the previous pack. If there are still several, it is the one
+    whose largest pack is smallest.
 
     Args:
         paths: the paths of all units, one unit after the other.
         units: number of paths of each unit. The paths of a unit stay in one pack.
         prompts: number of prompt ids in each unit's first path.
         budget: largest number of nodes of a pack. Shared nodes count once. A unit that is larger gets a separate pack.
-        for_group: largest number of nodes of a pack whose units have the same prompt, if the prompt takes a tenth of the budget or
-            more. 0: the budget.
+        for_group: largest number of nodes of a pack whose units have the same prompt, if the prompt takes a tenth of
+            the budget or more. 0: the budget.
     """
     if paths.size <= budget:
         return [range(len(units))] if units else []
@@ -217,8 +218,8 @@ def cut_tree(
 def cut_rows(lengths: Sequence[Sequence[int]], budget: int) -> list[range]:
     """Cut units into packs with one row per path, padded to the longest row. Returns the units of each pack.
 
-    The cut keeps the order of the units. Among all cuts it is one with the fewest packs. If there are several, it is one with
-    the least padding. If there are still several, it is the one whose largest pack is smallest.
+    The cut keeps the order of the units. Among all cuts it is one with the fewest packs. If there are several, it is
+    one with the least padding. If there are still several, it is the one whose largest pack is smallest.
 
     Args:
         lengths: lengths of the paths of each unit. The paths of a unit stay in one pack.
@@ -239,8 +240,8 @@ def _best(count: int, budget: int, packs: Callable[[int], _Packs]) -> list[range
     """The best cut of `count` units.
 
     Args:
-        packs: returns the packs that begin at a unit. It is called once per unit, from the last unit to the first. The sizes
-            never decrease.
+        packs: returns the packs that begin at a unit. It is called once per unit, from the last unit to the first.
+            The sizes never decrease.
     """
     # For the units from each index to the last: number of packs, waste, largest pack, end of the first pack.
     number, waste, largest, after = (np.zeros(count + 1, dtype=np.int64) for _ in range(4))
@@ -274,8 +275,8 @@ class PackPictures:
 
     Attributes:
         pictures: each picture once, however many sequences show it.
-        rows: (F,) int64, for each placeholder of the pack's `input_ids` in order, the row of its vector among the vectors of all
-            `pictures`.
+        rows: (F,) int64, for each placeholder of the pack's `input_ids` in order, the row of its vector among the
+            vectors of all `pictures`.
     """
 
     pictures: tuple[Picture, ...]
@@ -301,7 +302,9 @@ class PictureNumbers:
         """`sequence.path` with the number of each part of a picture in place of its id."""
         path = np.array(sequence.path, dtype=np.int64)
         if sequence.pictures is not None:
-            for picture, places in zip(sequence.pictures.pictures, sequence.pictures.places_of_each, strict=True):
+            for picture, places in zip(
+                sequence.pictures.pictures, sequence.pictures.places_of_each, strict=True
+            ):
                 number = _FIRST + self._starts[picture.digest]
                 path[places] = np.arange(number, number + picture.tokens)
         return path
@@ -326,7 +329,9 @@ class PictureNumbers:
         return ids, PackPictures(pictures, torch.from_numpy(rows))
 
 
-def position_ids(sequences: Sequence[TrainingSequence], nodes: Sequence[Ints], size: int) -> torch.Tensor | None:
+def position_ids(
+    sequences: Sequence[TrainingSequence], nodes: Sequence[Ints], size: int
+) -> torch.Tensor | None:
     """(axes, size) position ids of a pack's nodes; None: the model counts them as those of any text.
 
     Args:
@@ -338,7 +343,9 @@ def position_ids(sequences: Sequence[TrainingSequence], nodes: Sequence[Ints], s
     axes = len(known)
     found = np.zeros((axes, size), dtype=np.int64)
     for sequence, own in zip(sequences, nodes, strict=True):
-        found[:, own] = np.arange(len(own)) if sequence.pictures is None else sequence.pictures.positions_of(len(own))
+        found[:, own] = (
+            np.arange(len(own)) if sequence.pictures is None else sequence.pictures.positions_of(len(own))
+        )
     return torch.from_numpy(found)
 
 
@@ -348,12 +355,14 @@ class Pack:
 
     Attributes:
         sequences: the packed sequences, in the order of their scored tokens.
-        input_ids: (1, T) ids of a tree's nodes in depth-first order; or (B, L) ids of plain rows, padded at the end with zeros.
+        input_ids: (1, T) ids of a tree's nodes in depth-first order; or (B, L) ids of plain rows, padded at the end
+            with zeros.
         position_ids: depth of each node, in the same shape.
         predictors: (N,) index of the node whose hidden state predicts each scored token. The index runs over all rows.
         targets: (N,) ids of the scored tokens.
-        ends: (T,) for each node, the index after its last descendant. Node i sees node j if and only if j <= i < ends[j]. The
-            tensor stays on the CPU, where attention is planned. None: the pack has plain rows with causal attention.
+        ends: (T,) for each node, the index after its last descendant. Node i sees node j if and only if j <= i <
+            ends[j]. The tensor stays on the CPU, where attention is planned. None: the pack has plain rows with
+            causal attention.
         pictures: the pictures of its placeholders; None: it has none. With pictures, `position_ids` may have one more
             dimension in front: the axes of the model's positions.
         predictors_on_host: `predictors` as the pack was made, if they have been moved to another device.
@@ -419,13 +428,14 @@ class Pack:
 def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int | None) -> Iterator[Pack]:
     """Yield packs of at most `token_budget` nodes, in the order given. A unit that is larger gets a separate pack.
 
-    The number of packs is the smallest that this order allows. The cuts repeat as few prompt positions as possible, and the packs
-    have about the same size.
+    The number of packs is the smallest that this order allows. The cuts repeat as few prompt positions as possible,
+    and the packs have about the same size.
 
     Args:
-        sequences: sequences with the same prompt must be adjacent; otherwise they share its positions only within a pack.
-        token_budget: largest number of positions per forward. The memory of a forward and its backward grows with it. None: the
-            usual numbers of this machine (`usual_token_budgets`).
+        sequences: sequences with the same prompt must be adjacent; otherwise they share its positions only within a
+            pack.
+        token_budget: largest number of positions per forward. The memory of a forward and its backward grows with it.
+            None: the usual numbers of this machine (`usual_token_budgets`).
 
     Raises:
         ValueError: a sequence has no prompt or no completion, or its mask has another length than its completion.
@@ -449,7 +459,9 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int | No
             sequences=tuple(own),
             input_ids=torch.from_numpy(ids)[None],
             position_ids=positions,
-            predictors=_tensor([nodes[_ints(s.predictors)] for s, nodes in zip(own, tree.nodes, strict=True)]),
+            predictors=_tensor(
+                [nodes[_ints(s.predictors)] for s, nodes in zip(own, tree.nodes, strict=True)]
+            ),
             targets=_tensor([_ints(s.sampled_ids) for s in own]),
             ends=torch.from_numpy(tree.ends),
             pictures=pictures,
@@ -457,11 +469,13 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int | No
 
 
 def pack_rows(sequences: Sequence[TrainingSequence], token_budget: int | None) -> Iterator[Pack]:
-    """Yield packs of plain rows, for models that cannot attend within a tree. Rows are padded at the end. Short rows come first.
+    """Yield packs of plain rows, for models that cannot attend within a tree.
+
+    Rows are padded at the end. Short rows come first.
 
     Args:
-        token_budget: largest number of positions of a pack, padding included. A unit that is larger gets a separate pack. None:
-            the usual number of this machine.
+        token_budget: largest number of positions of a pack, padding included. A unit that is larger gets a separate
+            pack. None: the usual number of this machine.
 
     Raises:
         ValueError: a sequence has no prompt or no completion, or its mask has another length than its completion.
@@ -507,7 +521,9 @@ def units_of(sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSeq
         if not len(sequence.prompt_ids) or not sequence.length:
             raise ValueError(f"sequence {sequence.name} has no prompt or no completion")
         if sequence.sampled is not None and len(sequence.sampled) != len(sequence.completion_ids):
-            raise ValueError(f"sequence {sequence.name} does not say of each of its ids whether it was sampled")
+            raise ValueError(
+                f"sequence {sequence.name} does not say of each of its ids whether it was sampled"
+            )
         if unit and (sequence.unit is None or sequence.unit != unit[-1].unit):
             yield unit
             unit = []

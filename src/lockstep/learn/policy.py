@@ -31,7 +31,13 @@ from lockstep.learn.attention.flex import ASKED, adopt_flex_attention
 from lockstep.learn.attention.tree import adopt_tree_attention, is_flash
 from lockstep.models.adapters import REFERENCE, causal_model, is_adapted, with_adapter, without_adapter
 from lockstep.models.arithmetic import check_kernels
-from lockstep.models.policy import check_finite, load_policy, modules_with_dropout, switch_off_dropout, vision_parts
+from lockstep.models.policy import (
+    check_finite,
+    load_policy,
+    modules_with_dropout,
+    switch_off_dropout,
+    vision_parts,
+)
 from lockstep.models.quantised import check_quantization, prevent_packing
 from lockstep.models.resolve import at_revision, resolve_model
 from lockstep.tokens.chat import fit_vocabulary, guard_tokenizer, load_tokenizer
@@ -65,10 +71,10 @@ def open_policy(
         quantization_config: loads the base weights in 4 bits (QLoRA). It may also be part of `args.model_init_kwargs`.
 
     Raises:
-        InputError: the model or its tokenizer cannot be loaded; they do not fit each other; the adapter cannot be sent to any
-            engine; weights are NaN or infinite; the tokenizer's ids do not allow the interruption of thinking that `args`
-            sets; `args` freeze a vision tower that is not there, or keep dropout on and there is some; or FlexAttention is
-            selected and does not run here.
+        InputError: the model or its tokenizer cannot be loaded; they do not fit each other; the adapter cannot be
+            sent to any engine; weights are NaN or infinite; the tokenizer's ids do not allow the interruption of
+            thinking that `args` sets; `args` freeze a vision tower that is not there, or keep dropout on and there is
+            some; or FlexAttention is selected and does not run here.
         ProofError: FlexAttention is selected, and its results differ from SDPA's.
     """
     path = resolve_model(model if isinstance(model, str) else model.config.name_or_path)
@@ -96,7 +102,8 @@ def open_policy(
         check_kernels(causal_model(policy), args.liger_kernel_config or {})  # type: ignore[arg-type]
     if not args.disable_dropout and (found := modules_with_dropout(policy)):
         raise InputError(
-            f"disable_dropout=False: {found[0]} has dropout, and the policy that is trained must be the one that sampled; leave "
+            f"disable_dropout=False: {found[0]} has dropout, and the policy that is trained must be the one "
+            f"that sampled; leave "
             "disable_dropout out"
         )
     switch_off_dropout(policy)
@@ -114,12 +121,15 @@ def _freeze_vision_tower(policy: PreTrainedModel) -> None:
     """
     parts = vision_parts(causal_model(policy))
     if not parts:
-        raise InputError("freeze_vision_tower: the model has no vision tower that Lockstep knows; leave it out")
+        raise InputError(
+            "freeze_vision_tower: the model has no vision tower that Lockstep knows; leave it out"
+        )
     for part in parts:
         part.requires_grad_(False)
     if not any(p.requires_grad for p in policy.parameters()):
         raise InputError(
-            "freeze_vision_tower leaves nothing to train: the adapter is in the vision tower alone; leave it out, or give "
+            "freeze_vision_tower leaves nothing to train: the adapter is in the vision tower alone; leave it "
+            "out, or give "
             "peft_config modules of the language part"
         )
 
@@ -138,7 +148,8 @@ def _tell_of_flash(asked: str, args: OnlineConfig) -> None:
     if args.process_index == 0:
         advice = "" if args.device.type == "cpu" else "; flex_attention is the fast one for them on a GPU"
         _logger.warning(
-            f"attn_implementation={asked} becomes sdpa, which computes the same attention: completions share their prompt "
+            f"attn_implementation={asked} becomes sdpa, which computes the same attention: completions share "
+            f"their prompt "
             f"in a pack, and FlashAttention has no mask for that{advice}"
         )
 
@@ -167,7 +178,8 @@ class Reference:
     """The reference model. The KL divergence of the policy is measured against it.
 
     Args:
-        policy: the model to train. If it has an adapter, the reference is the model without the adapter and needs no memory.
+        policy: the model to train. If it has an adapter, the reference is the model without the adapter and needs no
+            memory.
         given: another model to use. It was checked.
 
     Raises:
@@ -202,7 +214,9 @@ class Reference:
 
     @property
     def own_weights(self) -> dict[str, torch.Tensor]:
-        """The weights of a separate reference model, by name; empty if the reference is the policy without its adapter."""
+        """The weights of a separate reference model, by name; empty if the reference is the policy without its
+        adapter.
+        """
         return {f"reference.{n}": p for n, p in self._own.named_parameters()} if self._own is not None else {}
 
     def to(self, device: torch.device) -> None:
@@ -244,7 +258,8 @@ def _check_base_is_reference(policy: PreTrainedModel) -> None:
     ]
     if base:
         raise InputError(
-            f"{base[0]} is trained beside the adapter, so that the model without its adapter would not stay the reference; use "
+            f"{base[0]} is trained beside the adapter, so that the model without its adapter would not stay "
+            f"the reference; use "
             "bias='none', or give ref_model"
         )
     probe = torch.arange(8, device=inner.device)[None] % inner.get_input_embeddings().weight.shape[0]
@@ -253,6 +268,8 @@ def _check_base_is_reference(policy: PreTrainedModel) -> None:
     now = inner(input_ids=probe, use_cache=False).logits
     if REFERENCE not in policy.peft_config and not torch.allclose(before, now, rtol=1e-3, atol=1e-3):
         raise InputError(
-            "the adapter is not at its start (it has been trained, or init_lora_weights moves the base), so that the model without "
-            f"it is not the policy that training begins from; give ref_model, or a frozen copy of the adapter named {REFERENCE!r}"
+            "the adapter is not at its start (it has been trained, or init_lora_weights moves the base), so "
+            "that the model without "
+            f"it is not the policy that training begins from; give ref_model, or a frozen copy of the adapter "
+            f"named {REFERENCE!r}"
         )

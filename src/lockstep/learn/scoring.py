@@ -45,8 +45,8 @@ class TokenScores:
         logps: (N,) float32 natural-log probabilities under the sampling distribution, with gradient.
         entropies: (N,) float32 entropy of that distribution in nats, with gradient only if it was requested.
         values: (N,) float32 the critic's value before each token, with gradient, if there is a critic.
-        support: (N,) int64 number of ids that could be sampled as each token; None: the sampling distribution has no filter, no
-            grammar and no ban.
+        support: (N,) int64 number of ids that could be sampled as each token; None: the sampling distribution has no
+            filter, no grammar and no ban.
         draws: sums over the distribution of each token that the draws proof bets on; None: they were not asked for.
         routing: how the routers distribute the pack's positions over experts; None: it was not asked for.
     """
@@ -63,19 +63,25 @@ def check_scorable(model: PreTrainedModel) -> None:
     """Refuse models for which this module would compute wrong log-probs.
 
     Raises:
-        InputError: the model caps its attention scores and has an attention that does not, or its attention cannot use a tree.
+        InputError: the model caps its attention scores and has an attention that does not, or its attention cannot
+            use a tree.
     """
     config = model.config.get_text_config()
     cap = getattr(config, "attn_logit_softcapping", None)
-    if cap is not None and (config._attn_implementation not in ("sdpa", TREE) or not model._supports_attention_backend):
+    if cap is not None and (
+        config._attn_implementation not in ("sdpa", TREE) or not model._supports_attention_backend
+    ):
         raise InputError(
-            f"the model's config has attn_logit_softcapping={cap}, and its attention {config._attn_implementation!r} does not cap "
+            f"the model's config has attn_logit_softcapping={cap}, and its attention "
+            f"{config._attn_implementation!r} does not cap "
             "scores here; leave attn_implementation out"
         )
     attends_in_trees = not keeps_state(model.config) and model._supports_attention_backend
     if attends_in_trees and config._attn_implementation not in ("sdpa", TREE, FLEX):
         # The other implementations add a boolean mask to the scores, or cannot take a mask.
-        raise InputError(f"attn_implementation is {config._attn_implementation!r}; packed batches need 'sdpa'")
+        raise InputError(
+            f"attn_implementation is {config._attn_implementation!r}; packed batches need 'sdpa'"
+        )
 
 
 def why_plain_rows(model: PreTrainedModel, max_length: int) -> str | None:
@@ -121,14 +127,14 @@ def score_pack(
         entropy_gradient: whether entropies are part of the loss.
         fp32_head: whether the head computes in float32, outside autocast.
         critic: maps hidden states (rows, width) to values (rows, 1).
-        rules: the run's sampling settings; None: only the temperature is set. If they have a filter that depends on the logits, the
-            sequences must have kept ids.
+        rules: the run's sampling settings; None: only the temperature is set. If they have a filter that depends on
+            the logits, the sequences must have kept ids.
         draws: whether to compute what the draws proof needs, for the tokens of the drawn sequences.
         routing: whether to sum up how the routers distribute the positions.
 
     Raises:
-        InputError: a layer adds a bias, a mask or dropout to its attention, or a rule cannot be used with inserted ids; or, with
-            `routing`, no router of the model gets a gradient.
+        InputError: a layer adds a bias, a mask or dropout to its attention, or a rule cannot be used with inserted
+            ids; or, with `routing`, no router of the model gets a gradient.
         ProofError: a sampled token is not among its kept ids, or its grammar does not allow it.
     """
     inner = causal_model(model)
@@ -136,7 +142,9 @@ def score_pack(
         outputs = _trunk(inner, pack, routing=routing)
     hidden = outputs.last_hidden_state.flatten(0, 1)
     config = inner.config.get_text_config()
-    head = _Head(inner.get_output_embeddings(), config, fp32_head, temperature, chunk_size, entropy_gradient, draws)
+    head = _Head(
+        inner.get_output_embeddings(), config, fp32_head, temperature, chunk_size, entropy_gradient, draws
+    )
     entering = hidden if fp32_head else hidden.to(head_dtype(head.module, hidden.dtype))
     if rules is not None and rules.sampling.is_filtered:
         scores = head.among_kept(entering, pack, rules)
@@ -165,7 +173,9 @@ def _trunk(inner: PreTrainedModel, pack: Pack, *, routing: bool) -> Any:
     shown |= {"output_router_logits": True} if routing else {}
     while True:
         known = layers_computed_twice()
-        outputs = inner.base_model(input_ids=pack.input_ids, use_cache=False, **_who_sees_whom(inner, pack), **shown)
+        outputs = inner.base_model(
+            input_ids=pack.input_ids, use_cache=False, **_who_sees_whom(inner, pack), **shown
+        )
         # Such a layer has recorded its router's logits twice.
         if not routing or layers_computed_twice() == known:
             return outputs
@@ -173,7 +183,10 @@ def _trunk(inner: PreTrainedModel, pack: Pack, *, routing: bool) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """An output head, the config of its text model, and how it is used. The other fields are arguments of `score_pack`."""
+    """An output head, the config of its text model, and how it is used.
+
+    The other fields are arguments of `score_pack`.
+    """
 
     module: torch.nn.Module
     config: PreTrainedConfig
@@ -210,7 +223,9 @@ class _Head:
         )
         bans = of_rows is not None and of_rows.rules.bans_ids
         support = (
-            sent(of_rows.support, hidden.device)[sent(place, hidden.device)] if of_rows is not None and bans else None
+            sent(of_rows.support, hidden.device)[sent(place, hidden.device)]
+            if of_rows is not None and bans
+            else None
         )
         return TokenScores(logps, entropies[sent(place, hidden.device)], support=support, draws=draws)
 
@@ -261,7 +276,9 @@ def _rows(pack: Pack, rules: IdRules | None) -> tuple[torch.Tensor, torch.Tensor
 def _places(pack: Pack) -> tuple[Ids, Ids]:
     """The (N,) sequence of each token, and the (N,) number of sampled ids before it in its sequence."""
     lengths = [s.length for s in pack.sequences]
-    return np.repeat(np.arange(len(lengths)), lengths), np.concatenate([np.arange(length) for length in lengths])
+    return np.repeat(np.arange(len(lengths)), lengths), np.concatenate(
+        [np.arange(length) for length in lengths]
+    )
 
 
 def _who_sees_whom(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:
@@ -276,7 +293,9 @@ def _who_sees_whom(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:
         return {"attention_mask": None, **positions}
     kind, device = model.config.get_text_config()._attn_implementation, pack.input_ids.device
     if kind not in (TREE, FLEX):
-        raise LockstepError(f"attention is {kind!r}, which takes no tree: call adopt_tree_attention(model) first")
+        raise LockstepError(
+            f"attention is {kind!r}, which takes no tree: call adopt_tree_attention(model) first"
+        )
     if kind == FLEX:
         tree: Any = block_mask(pack.ends, device)
     else:
@@ -307,7 +326,11 @@ def in_passes(shards: ShardedModel, compute: Callable[[], TokenScores]) -> Token
 
 
 def plays_learning(
-    model: PreTrainedModel, shards: ShardedModel, autocast: Callable[[], AbstractContextManager], *, plain_rows: bool
+    model: PreTrainedModel,
+    shards: ShardedModel,
+    autocast: Callable[[], AbstractContextManager],
+    *,
+    plain_rows: bool,
 ) -> Callable[[], None]:
     """A function that plays the forward and backward of a pack: one token, whose loss is 0.
 

@@ -1,4 +1,5 @@
-"""The training data of one completion, which is a rollout or a branch of one: its ids, and the values of each sampled token.
+"""The training data of one completion, which is a rollout or a branch of one: its ids, and the values of each sampled
+token.
 
 A rollout that is a tree has one `TrainingSequence` per branch, because each branch is scored in its own context.
 Advantages and weights belong to the rollout. So its branches are joined for the methods, and what the methods have
@@ -54,24 +55,26 @@ class TrainingSequence(ArrayFields):
         behaviour_logps: (N,) float32 log-prob of each sampled id, from the engine.
         advantages: (N,) float32 advantage of each sampled token. A method with one advantage per completion repeats it.
         weight: weight of each token in the step's loss.
-        old_logps: (N,) float32 log-probs of the policy before the generation's first step. None: the log-probs of the training
-            forward are used.
-        entropies: (N,) float32 entropies of the policy before the generation's first step, if a pass has scored the sequence at
-            that time. The proof has then already checked its tokens.
-        fresh: (N,) bool, whether the weights that learn from each token have also sampled it. None: true for all tokens.
+        old_logps: (N,) float32 log-probs of the policy before the generation's first step. None: the log-probs of the
+            training forward are used.
+        entropies: (N,) float32 entropies of the policy before the generation's first step, if a pass has scored the
+            sequence at that time. The proof has then already checked its tokens.
+        fresh: (N,) bool, whether the weights that learn from each token have also sampled it. None: true for all
+            tokens.
         ref_logps: (N,) float32 log-probs of the reference model, if the method uses one.
         kept: (N,) bool, whether the policy learns from each token. None: true for all tokens.
-        values, returns: (N,) float32 value of the critic before each token, and the target of that value, if the method has a
-            critic.
-        unit: sequences with the same unit are adjacent and stay in one pack, because they have one common loss. None: the
-            sequence is a unit alone.
+        values, returns: (N,) float32 value of the critic before each token, and the target of that value, if the
+            method has a critic.
+        unit: sequences with the same unit are adjacent and stay in one pack, because they have one common loss. None:
+            the sequence is a unit alone.
         sampled: (C,) bool, whether each of `completion_ids` was sampled. None: true for all ids.
-        rollout: name of the rollout, if it has several branches. They are adjacent sequences of one unit. None: the sequence is a
-            whole rollout.
-        kept_ids: one set of ids for each sampled token, if a filter (top-k, top-p, min-p) was in force. The trainer scores the
-            token among them.
+        rollout: name of the rollout, if it has several branches. They are adjacent sequences of one unit. None: the
+            sequence is a whole rollout.
+        kept_ids: one set of ids for each sampled token, if a filter (top-k, top-p, min-p) was in force. The trainer
+            scores the token among them.
         pictures: the pictures of the prompt and of what was inserted before the last sampled id; None: there are none.
-        drawn: whether its rollout is one of those that are verified whatever their rewards are. The draws proof bets on its tokens.
+        drawn: whether its rollout is one of those that are verified whatever their rewards are. The draws proof bets
+            on its tokens.
         aside: whether it needs no forward: it has no gradient, and is not drawn.
 
     Raises:
@@ -106,7 +109,10 @@ class TrainingSequence(ArrayFields):
                 self._set(name, kind(values))
 
     def but(self, **changes: Any) -> TrainingSequence:
-        """A copy with other values in some fields. Like `dataclasses.replace`, but only the changed fields are checked again."""
+        """A copy with other values in some fields.
+
+        Like `dataclasses.replace`, but only the changed fields are checked again.
+        """
         copied, values = object.__new__(TrainingSequence), self.__dict__
         if unknown := changes.keys() - values.keys():
             raise AttributeError(f"a training sequence has no {', '.join(sorted(unknown))}")
@@ -159,7 +165,9 @@ def flat(sequences: Sequence[TrainingSequence], name: str) -> np.ndarray:
     return np.concatenate(columns) if columns else np.empty(0, np.float32)
 
 
-def column(sequences: Sequence[TrainingSequence], name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def column(
+    sequences: Sequence[TrainingSequence], name: str, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """(N,) `flat` as a tensor.
 
     Args:

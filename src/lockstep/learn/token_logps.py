@@ -1,4 +1,5 @@
-"""Log-probs of sampled tokens from hidden states: of the whole distribution, among kept ids, and sums for the draws proof.
+"""Log-probs of sampled tokens from hidden states: of the whole distribution, among kept ids, and sums for the draws
+proof.
 
 Computes log-probs of sampled tokens and entropies from hidden states, one chunk of rows at a time.
 
@@ -37,7 +38,8 @@ from lockstep.tokens.arrays import Ids, KeptIds
 
 # Number of tokens whose rows stay in a core's cache, and number whose rows a GPU copies at a time.
 _DRAWN_TOKENS, _DRAWN_TOKENS_ON_GPU = 8, 64
-# From this vocabulary on, a CPU takes one token at a time: three inner products, without a copy of its row, in a third of the time.
+# From this vocabulary on, a CPU takes one token at a time: three inner products, without a copy of its row, in a
+# third of the time.
 LONG_ROW = 4096
 
 
@@ -55,7 +57,9 @@ class DrawSums:
     """
 
     def __init__(self, wanted: torch.Tensor, device: torch.device | str = "cpu") -> None:
-        self.variances, self.below, self.upto = torch.full((3, len(wanted)), torch.nan, device=device).unbind()
+        self.variances, self.below, self.upto = torch.full(
+            (3, len(wanted)), torch.nan, device=device
+        ).unbind()
         self._wanted = wanted
         self._known: set[int] = set()
 
@@ -186,8 +190,8 @@ def token_logps(
         draws: sums over the distributions of the N tokens, which are filled in; None: they are not computed.
 
     Returns:
-        (N,) float32 natural-log probabilities, and (R,) float32 entropies in nats (float64 from float64 logits). The log-prob of
-        a banned token is −inf.
+        (N,) float32 natural-log probabilities, and (R,) float32 entropies in nats (float64 from float64 logits). The
+        log-prob of a banned token is −inf.
     """
     found, entropies, places = [], [], []
     there = sent(rows, hidden.device)
@@ -196,9 +200,13 @@ def token_logps(
         inside = sent(of_chunk, hidden.device)
         end = min(start + chunk_size, len(hidden))
         edits = None if rules is None else partial(rules.edits, start, end, hidden.device)
-        score = partial(_score_chunk, head, temperature=temperature, entropy_gradient=entropy_gradient, edits=edits)
+        score = partial(
+            _score_chunk, head, temperature=temperature, entropy_gradient=entropy_gradient, edits=edits
+        )
         if draws is not None:
-            score = partial(score, note=partial(draws.of_rows, start, of_chunk, there[inside] - start, targets[inside]))
+            score = partial(
+                score, note=partial(draws.of_rows, start, of_chunk, there[inside] - start, targets[inside])
+            )
         chunk = hidden[start : start + chunk_size], there[inside] - start, targets[inside]
         if torch.is_grad_enabled() and start + chunk_size < len(hidden):
             logps, entropy = checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False)
@@ -232,8 +240,8 @@ def _score_chunk(
 def own_cast(device: str) -> AbstractContextManager:
     """Under autocast: make a separate half-precision copy of the head's weights for each product with a backward.
 
-    Otherwise autocast would use one copy for all chunks. The gradients of the chunks would then be summed in half precision
-    instead of the dtype of the weights.
+    Otherwise autocast would use one copy for all chunks. The gradients of the chunks would then be summed in half
+    precision instead of the dtype of the weights.
     """
     if not torch.is_autocast_enabled(device) or not torch.is_grad_enabled():
         return nullcontext()
@@ -307,7 +315,10 @@ class _ChosenLogps(torch.autograd.Function):
 
 
 def _row_products(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """(R,) inner products of the rows of two (R, V) matrices. PyTorch's own method fills a third matrix in six times the time."""
+    """(R,) inner products of the rows of two (R, V) matrices.
+
+    PyTorch's own method fills a third matrix in six times the time.
+    """
     if one.device.type != "cpu":
         return torch.linalg.vecdot(one, other)
     found, scratch = one.new_empty(len(one)), torch.empty_like(one[:_ROWS])
@@ -318,8 +329,8 @@ def _row_products(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return found
 
 
-# Tokens whose kept ids are computed in one product. More tokens share more ids, and compute more logits that nobody needs. A GPU
-# computes these faster than it starts a product.
+# Tokens whose kept ids are computed in one product. More tokens share more ids, and compute more logits that nobody
+# needs. A GPU computes these faster than it starts a product.
 _TOKENS, _TOKENS_ON_GPU = 32, 512
 # If a product needs more than this share of the head's rows, it takes all of them without a copy.
 _MOST = 0.5
@@ -379,7 +390,13 @@ class KeptSets:
 
 
 def kept_logits(
-    head: torch.nn.Module, product: Head, hidden: torch.Tensor, kept: KeptSets, *, chunk_size: int, fp32_head: bool
+    head: torch.nn.Module,
+    product: Head,
+    hidden: torch.Tensor,
+    kept: KeptSets,
+    *,
+    chunk_size: int,
+    fp32_head: bool,
 ) -> torch.Tensor:
     """(M,) logits of the kept ids, in float32 or wider, with gradient.
 
@@ -438,7 +455,9 @@ def _product_dtype(head: torch.nn.Module, fp32_head: bool) -> torch.dtype:
     return autocast_dtype(device, weight.dtype)
 
 
-def _of_whole_logits(product: Head, hidden: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _of_whole_logits(
+    product: Head, hidden: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
     with own_cast(hidden.device.type):
         logits = product(hidden)
     chosen = logits[rows, ids]
@@ -482,7 +501,9 @@ def _parts(kept: KeptSets, vocabulary: int) -> Iterator[_Part]:
         if len(needed) > _MOST * vocabulary:
             yield _Part(tokens, ids, None, rows, kept.ids[ids])
         else:
-            here, columns_here = (sent(torch.from_numpy(found.astype(np.int64)), device) for found in (needed, columns))
+            here, columns_here = (
+                sent(torch.from_numpy(found.astype(np.int64)), device) for found in (needed, columns)
+            )
             yield _Part(tokens, ids, here, rows, columns_here)
 
 
@@ -504,7 +525,9 @@ class _KeptProduct(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _parts(kept, len(weight)):
                 own_bias = None if bias is None else part.weight(bias, dtype)
-                logits = torch.nn.functional.linear(hidden[part.tokens].to(dtype), part.weight(weight, dtype), own_bias)
+                logits = torch.nn.functional.linear(
+                    hidden[part.tokens].to(dtype), part.weight(weight, dtype), own_bias
+                )
                 found[part.ids] = logits[part.rows, part.columns].to(found.dtype)
         return found
 
@@ -541,7 +564,9 @@ class _KeptLogps(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, kept: KeptSets, temperature: float, draws: DrawSums | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scaled = logits / temperature
-        largest = scaled.new_full((len(kept.sizes),), -torch.inf).scatter_reduce_(0, kept.tokens, scaled, "amax")
+        largest = scaled.new_full((len(kept.sizes),), -torch.inf).scatter_reduce_(
+            0, kept.tokens, scaled, "amax"
+        )
         powers = (scaled - largest[kept.tokens]).exp_()
         normaliser = largest + _sums(powers, kept).log_()
         probabilities = (scaled - normaliser[kept.tokens]).exp_()

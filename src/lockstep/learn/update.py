@@ -53,8 +53,8 @@ class UpdateSums:
         evidence: what the proofs keep.
         loss: the step's loss so far.
         aside: number of tokens that were left aside.
-        tally: values to log. `_drift` is |log-prob now − at sampling time| of the policy, over the tokens that went through
-            the model in this step. It is 0 if the policy has not changed since.
+        tally: values to log. `_drift` is |log-prob now − at sampling time| of the policy, over the tokens that went
+            through the model in this step. It is 0 if the policy has not changed since.
         logps: sequences and (N,) log-probs of each pack whose tokens no pass has scored before. They stay on this rank.
     """
 
@@ -95,7 +95,9 @@ _RATIO, _SQUARES = "sampling/importance_sampling_ratio/mean", "_squared_ratios"
 
 
 @torch.no_grad()
-def measure(packs: Sequence[tuple[TokenBatch, TokenScores]], sums: UpdateSums, stands_for: float = 1.0) -> None:
+def measure(
+    packs: Sequence[tuple[TokenBatch, TokenScores]], sums: UpdateSums, stands_for: float = 1.0
+) -> None:
     """Log the figures that every method has, for every token that went through the model, learned from or not.
 
     Args:
@@ -228,7 +230,8 @@ class Policy:
 
         Args:
             evidence: keeps rows of logits of the pack.
-            before_steps: as in `Evidence.rows`. Then the sums for bets are computed too, where the pack has a drawn sequence.
+            before_steps: as in `Evidence.rows`. Then the sums for bets are computed too, where the pack has a drawn
+                sequence.
             routing: whether to sum up how routers distribute the positions over experts.
         """
         with self.autocast(), hidden_states(self.model) as seen:
@@ -257,17 +260,22 @@ class Policy:
             return route_pack(self.model, pack)
 
     def learning(self) -> AbstractContextManager[None]:
-        """A context for the forward of one pack and its backward. Where the model is sharded, all ranks do this together."""
+        """A context for the forward of one pack and its backward.
+
+        Where the model is sharded, all ranks do this together.
+        """
         shards = sharded(self.model)
         return nullcontext() if shards is None else shards.learning()
 
     @contextmanager
     def casts_kept(self) -> Iterator[None]:
-        """A context in which autocast casts each weight once for all packs. Outside of forwards it computes without autocast.
+        """A context in which autocast casts each weight once for all packs.
+
+        Outside of forwards it computes without autocast.
 
         The weights must not change meanwhile, and the first forward must have a gradient if any has one. With gradient
-        checkpointing it changes nothing, because the casts would stay in memory until the end of the micro-batch. With a sharded
-        model it changes nothing either, because a gathered weight is new in every forward.
+        checkpointing it changes nothing, because the casts would stay in memory until the end of the micro-batch.
+        With a sharded model it changes nothing either, because a gathered weight is new in every forward.
         """
         if self.model.is_gradient_checkpointing or sharded(self.model) is not None:
             yield
@@ -310,8 +318,8 @@ def learn(
         The micro-batch's part of the step's loss.
 
     Raises:
-        ProofError: a sequence brings something else, the forward gives other log-probs than a plain one, or the gradient of a
-            log-prob is not what the method's formula gives.
+        ProofError: a sequence brings something else, the forward gives other log-probs than a plain one, or the
+            gradient of a log-prob is not what the method's formula gives.
     """
     with policy.casts_kept():
         return _learn(policy, sequences, objective, clock, sums, watch, router, part)
@@ -335,7 +343,9 @@ def _learn(
     learned: list[tuple[TokenBatch, TokenScores]] = []
     losses: list[torch.Tensor] = []
     with clock.phase("forward_backward"):
-        for pack in (pack for own in watch.part(part, sequences, moving) for pack in policy.packs(own, config)):
+        for pack in (
+            pack for own in watch.part(part, sequences, moving) for pack in policy.packs(own, config)
+        ):
             with policy.learning():
                 scores = policy.score(
                     pack,
@@ -412,7 +422,9 @@ class OptimizerStep:
         if self._failure is not None:
             return 0.0
         try:
-            return learn(policy, sequences, self._objective, self._clock, self._sums, self._watch, self._router, part)
+            return learn(
+                policy, sequences, self._objective, self._clock, self._sums, self._watch, self._router, part
+            )
         except Exception as error:
             if self._ranks.count == 1:
                 raise
@@ -424,7 +436,9 @@ class OptimizerStep:
         return {
             s.name: reals(part)
             for sequences, logps in self._sums.logps
-            for s, part in zip(sequences, cut(logps.float().cpu().numpy(), [s.length for s in sequences]), strict=True)
+            for s, part in zip(
+                sequences, cut(logps.float().cpu().numpy(), [s.length for s in sequences]), strict=True
+            )
         }
 
     def finish(self, trained: Sequence[torch.nn.Parameter]) -> UpdateSums:
@@ -454,7 +468,8 @@ class OptimizerStep:
 
         total = UpdateSums.of([self._ranks.call("step", offer, work)], self._watch.evidence())
         for parameter in trained:
-            # If all rewards agree, the gradient is zero. AdamW still updates with a zero gradient; with None it would not.
+            # If all rewards agree, the gradient is zero. AdamW still updates with a zero gradient; with None it would
+            # not.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         sum_gradients(trained, self._ranks)

@@ -59,7 +59,9 @@ def is_adapted(model: torch.nn.Module) -> bool:
 
 
 def causal_model(model: torch.nn.Module) -> PreTrainedModel:
-    """The causal language model itself: the model inside a `PeftModel`, with its adapted layers, or `model` unchanged."""
+    """The causal language model itself: the model inside a `PeftModel`, with its adapted layers, or `model`
+    unchanged.
+    """
     peft = sys.modules.get("peft")
     wrapped = peft is not None and hasattr(peft, "PeftModel") and isinstance(model, peft.PeftModel)
     return model.get_base_model() if wrapped else model  # type: ignore[operator]
@@ -75,7 +77,8 @@ def head_name(model: torch.nn.Module) -> str:
 def with_adapter(model: PreTrainedModel, peft_config: Any | None, *, seed: int) -> PreTrainedModel:
     """The policy that a trainer trains: `model`, with a new adapter if `peft_config` is given.
 
-    Gradient checkpointing needs embeddings whose outputs require a gradient. transformers' Trainer sets this for frozen ones.
+    Gradient checkpointing needs embeddings whose outputs require a gradient. transformers' Trainer sets this for
+    frozen ones.
 
     Raises:
         InputError: the adapter cannot be added (see `add_adapter`), or the model's own adapter is frozen.
@@ -92,17 +95,20 @@ def with_adapter(model: PreTrainedModel, peft_config: Any | None, *, seed: int) 
 
 
 def add_adapter(model: PreTrainedModel, peft_config: Any, *, seed: int = 0) -> Any:
-    """A `peft.PeftModel` around `model`, with LoRA layers. Until the first optimizer step it is the same policy as `model`.
+    """A `peft.PeftModel` around `model`, with LoRA layers.
 
-    The adapter may have dropout. The caller switches it off together with the model's dropout (`models.policy.switch_off_dropout`).
+    Until the first optimizer step it is the same policy as `model`.
+
+    The adapter may have dropout. The caller switches it off together with the model's dropout
+    (`models.policy.switch_off_dropout`).
 
     Args:
         peft_config: a `peft.LoraConfig`.
         seed: seed of the adapter's initial weights. The state of torch's generator does not change.
 
     Raises:
-        InputError: `peft_config` is not a LoRA configuration, its layers are not in the model, or the model already has an
-            adapter.
+        InputError: `peft_config` is not a LoRA configuration, its layers are not in the model, or the model already
+            has an adapter.
     """
     import peft
 
@@ -110,14 +116,16 @@ def add_adapter(model: PreTrainedModel, peft_config: Any, *, seed: int = 0) -> A
         raise InputError(f"peft_config is a {type(peft_config).__name__}; give a peft.LoraConfig")
     if not isinstance(peft_config, peft.LoraConfig) or peft_config.peft_type != peft.PeftType.LORA:
         raise InputError(
-            f"peft_config is a {type(peft_config).__name__}, which is not supported (nor is any prompt-learning): only LoRA's "
+            f"peft_config is a {type(peft_config).__name__}, which is not supported (nor is any "
+            f"prompt-learning): only LoRA's "
             "weights can be merged for an engine; give a peft.LoraConfig"
         )
     if getattr(peft_config, "layer_replication", None):
         raise InputError("layer_replication is not supported: the engine's model has no copies of layers")
     if is_adapted(model):
         raise InputError(
-            "the model has an adapter already, and peft_config asks for another: leave peft_config out to train the existing one, "
+            "the model has an adapter already, and peft_config asks for another: leave peft_config out to "
+            "train the existing one, "
             "or merge it, save the model and give its directory"
         )
     with torch.random.fork_rng():
@@ -133,8 +141,8 @@ def without_adapter(model: torch.nn.Module) -> Iterator[None]:
     """A context in which the model is the policy that training started from.
 
     Its adapter is switched off, or replaced by the adapter named "ref" if the model has one. The active adapter and the
-    trainable parameters are restored at the end, also after an error. Weights of the base layers that are trained with the
-    adapter (LoRA's `bias` other than "none") are not restored to their old values.
+    trainable parameters are restored at the end, also after an error. Weights of the base layers that are trained
+    with the adapter (LoRA's `bias` other than "none") are not restored to their old values.
 
     Raises:
         InputError: the model is not a `PeftModel`, or has several active adapters.
@@ -171,9 +179,10 @@ _WRAPPED = ("base_layer", "original_module")
 def base_digest(model: torch.nn.Module) -> str:
     """Hex digest of a model's base.
 
-    Every parameter and every saved buffer counts once, under the name of a checkpoint, with its shape and its values in float32
-    (float64 and integers: as they are). Of tied tensors only the first name counts. Weights in 4 bits count as the values that
-    their codes stand for. Adapters, and modules that PEFT trains as a whole, do not count; what they have replaced does.
+    Every parameter and every saved buffer counts once, under the name of a checkpoint, with its shape and its values
+    in float32 (float64 and integers: as they are). Of tied tensors only the first name counts. Weights in 4 bits
+    count as the values that their codes stand for. Adapters, and modules that PEFT trains as a whole, do not count;
+    what they have replaced does.
     """
     inner = causal_model(model)
     named = dict(_tensors(inner, "", wrapped=is_adapted(model)))
@@ -250,7 +259,9 @@ def write_base(folder: Path, policy: PreTrainedModel, digest: str) -> None:
     """
     inner = causal_model(policy)
     rounded = getattr(inner.config, "quantization_config", None)
-    about = Base(digest, str(inner.dtype).removeprefix("torch."), None if rounded is None else rounded.to_dict())
+    about = Base(
+        digest, str(inner.dtype).removeprefix("torch."), None if rounded is None else rounded.to_dict()
+    )
     replace_text(folder / BASE_FILE, json.dumps(asdict(about), indent=1) + "\n")
 
 
@@ -294,9 +305,12 @@ def load_adapted(base: str, adapter: Path) -> tuple[Any, bool]:
     model = _load_base(base, about)
     if about is not None and (found := base_digest(model)) != about.digest:
         raise InputError(
-            f"adapter {adapter} was trained on another base than {base}: the digest of its base's weights is {about.digest}, and "
-            f"that of {base} is {found}. If the base was changed in memory before the training (for example an earlier adapter was "
-            "merged), make it again, save it with save_pretrained and give its directory with --base; otherwise give the base's "
+            f"adapter {adapter} was trained on another base than {base}: the digest of its base's weights is "
+            f"{about.digest}, and "
+            f"that of {base} is {found}. If the base was changed in memory before the training (for example "
+            f"an earlier adapter was "
+            "merged), make it again, save it with save_pretrained and give its directory with --base; "
+            "otherwise give the base's "
             "old files with --base"
         )
     try:

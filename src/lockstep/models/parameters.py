@@ -32,8 +32,8 @@ class RowRange(NamedTuple):
 
     Attributes:
         name: the tensor's name in the checkpoint.
-        start, rows: the first row and the number of rows, if the parameter's first two dimensions are flattened to one. `rows` is 0
-            if the tensor is the whole parameter.
+        start, rows: the first row and the number of rows, if the parameter's first two dimensions are flattened to
+            one. `rows` is 0 if the tensor is the whole parameter.
     """
 
     name: str
@@ -55,7 +55,8 @@ class CheckpointTensor(NamedTuple):
     parameter_name: str
 
 
-# The result per parameter is kept, because transformers finds conversions by regular expressions and every push needs them.
+# The result per parameter is kept, because transformers finds conversions by regular expressions and every push needs
+# them.
 _found_ranges: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[RowRange, ...]]] = WeakKeyDictionary()
 
 
@@ -75,7 +76,9 @@ def checkpoint_tensors(
     ranges = _row_ranges(model, named)
     return [
         CheckpointTensor(
-            part.name, tensor.detach().flatten(0, 1).narrow(0, part.start, part.rows) if part.rows else tensor, name
+            part.name,
+            tensor.detach().flatten(0, 1).narrow(0, part.start, part.rows) if part.rows else tensor,
+            name,
         )
         for name, tensor in named.items()
         for part in ranges.get(name, (RowRange(name),))
@@ -102,7 +105,10 @@ def _row_ranges(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> di
 
 
 def _row_ranges_of(model: PreTrainedModel, name: str, parameter: torch.Tensor) -> tuple[RowRange, ...]:
-    """The parts of one parameter. To find them, transformers converts a tensor that has the number of each row as its value."""
+    """The parts of one parameter.
+
+    To find them, transformers converts a tensor that has the number of each row as its value.
+    """
     if not _holds_experts(name, parameter):
         # In checkpoints of families with experts, other parameters may have other names too.
         (renamed,) = revert_weight_conversion(model, {name: torch.zeros(1)})
@@ -111,9 +117,12 @@ def _row_ranges_of(model: PreTrainedModel, name: str, parameter: torch.Tensor) -
     ranges = []
     for checkpoint_name, row_numbers in revert_weight_conversion(model, {name: rows}).items():
         row_numbers = row_numbers.flatten()
-        if not torch.equal(row_numbers, torch.arange(int(row_numbers[0]), int(row_numbers[0]) + len(row_numbers))):
+        if not torch.equal(
+            row_numbers, torch.arange(int(row_numbers[0]), int(row_numbers[0]) + len(row_numbers))
+        ):
             raise InputError(
-                f"{checkpoint_name} is stored in {name} in a way that cannot be sent to vLLM; set use_vllm to false, or train "
+                f"{checkpoint_name} is stored in {name} in a way that cannot be sent to vLLM; set use_vllm to "
+                f"false, or train "
                 "another model"
             )
         ranges.append(RowRange(checkpoint_name, int(row_numbers[0]), len(row_numbers)))
@@ -146,8 +155,10 @@ def _refuse_overlap(sharing: list[tuple[str, torch.nn.Parameter]]) -> None:
             other_name, other = sharing[earlier - 1]
             if parameter.requires_grad or other.requires_grad:
                 raise InputError(
-                    f"{other_name} and {name} are two parameters in the same memory: an optimizer would change their numbers twice "
-                    "per step. Give tied layers one parameter: with ensure_weight_tying, name an embedding in modules_to_save "
+                    f"{other_name} and {name} are two parameters in the same memory: an optimizer would "
+                    f"change their numbers twice "
+                    "per step. Give tied layers one parameter: with ensure_weight_tying, name an embedding in "
+                    "modules_to_save "
                     "instead of target_modules; or leave it out"
                 )
         place.fill_(number)

@@ -41,7 +41,8 @@ _NAMES_SHOWN = 5
 def refuse_incomplete(what: str, report: Mapping[str, Any], *, unused: tuple[str, ...] = ()) -> None:
     """Refuse a model whose files do not hold exactly its tensors.
 
-    `report` does not contain tied tensors, nor tensors that transformers allows to be missing or unused in a model family.
+    `report` does not contain tied tensors, nor tensors that transformers allows to be missing or unused in a model
+    family.
 
     Args:
         what: the model, for the message.
@@ -60,11 +61,14 @@ def refuse_incomplete(what: str, report: Mapping[str, Any], *, unused: tuple[str
     ]
     summary = "; they ".join(f"{verb} {listed(names)}{why}" for verb, names, why in problems if names)
     if summary:
-        raise InputError(f"{what}: its files {summary}. Copy or save the model again, or correct its config.json")
+        raise InputError(
+            f"{what}: its files {summary}. Copy or save the model again, or correct its config.json"
+        )
 
 
 def refuse_adapter(what: str, model: torch.nn.Module) -> None:
-    """Refuse a model whose files are an adapter's. transformers loads the adapter and its base; an engine loads one of them.
+    """Refuse a model whose files are an adapter's. transformers loads the adapter and its base; an engine loads one
+    of them.
 
     Args:
         what: the model, for the message.
@@ -97,7 +101,8 @@ def check_finite(name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> N
     bad = [label for label, pair in bounds.items() if not bool(pair.isfinite().all())]
     if bad:
         raise InputError(
-            f"{name} has weights that are NaN or infinite, in {listed(bad)}: they were saved so, or the files are damaged; give "
+            f"{name} has weights that are NaN or infinite, in {listed(bad)}: they were saved so, or the files "
+            f"are damaged; give "
             "another copy of it"
         )
 
@@ -125,7 +130,10 @@ def reads_tiles(config: PreTrainedConfig) -> bool:
 
 
 def vision_parts(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The modules that turn pixels into inputs of the language model: vision tower and projector. Empty if there are none."""
+    """The modules that turn pixels into inputs of the language model: vision tower and projector.
+
+    Empty if there are none.
+    """
     if not reads_pictures(model.config):
         return []
     trunk: Any = model.base_model
@@ -139,7 +147,8 @@ def model_class(config: PreTrainedConfig) -> Any:
 
 # The errors that libraries raise for a damaged or foreign file. Which one it is depends on the wrong bytes.
 BAD_FILES = (
-    OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError, pickle.UnpicklingError, EOFError,
+    OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError, pickle.UnpicklingError,
+    EOFError,
     KeyError, IndexError, TypeError, AttributeError, ArithmeticError,
 )  # fmt: skip
 
@@ -150,9 +159,9 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
     With a `quantization_config` in `model_init_kwargs`, full-precision weights are quantised when they are loaded.
 
     Raises:
-        InputError: the directory or id holds no causal language model, or an adapter; its files lack a tensor, or hold a tensor
-            that does not belong to the model; its weights are stored quantised (an engine would load the quantised weights); or an
-            argument is refused.
+        InputError: the directory or id holds no causal language model, or an adapter; its files lack a tensor, or
+            hold a tensor that does not belong to the model; its weights are stored quantised (an engine would load
+            the quantised weights); or an argument is refused.
     """
     check_init_kwargs(model_init_kwargs or {})
     kwargs = {"dtype": torch.float32, **(model_init_kwargs or {})}
@@ -167,46 +176,60 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
         if isinstance(error, InputError):
             raise
         given = f" with model_init_kwargs={without_secrets(model_init_kwargs)}" if model_init_kwargs else ""
-        raise InputError(f"cannot load a causal language model from {path}{given}: {first_line(error)}") from error
+        raise InputError(
+            f"cannot load a causal language model from {path}{given}: {first_line(error)}"
+        ) from error
     refuse_adapter(f"model {path}", model)
     refuse_incomplete(f"model {path}", report)
     return model
 
 
 def check_init_kwargs(model_init_kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments of `from_pretrained` that make the trainer's model differ from the engine's, or run the model's code.
+    """Refuse arguments of `from_pretrained` that make the trainer's model differ from the engine's, or run the
+    model's code.
 
     Raises:
         InputError: `model_init_kwargs` contains such an argument.
     """
     if model_init_kwargs.get("trust_remote_code"):
         raise InputError(
-            f"model_init_kwargs.trust_remote_code={model_init_kwargs['trust_remote_code']!r} is not supported, only False is: code "
+            f"model_init_kwargs.trust_remote_code={model_init_kwargs['trust_remote_code']!r} is not "
+            f"supported, only False is: code "
             "that comes with a model is not run"
         )
     if not model_init_kwargs.get("weights_only", True):
         raise InputError(
-            "model_init_kwargs.weights_only=False is not supported: it unpickles whatever the files of the weights contain, which "
+            "model_init_kwargs.weights_only=False is not supported: it unpickles whatever the files of the "
+            "weights contain, which "
             "runs code; leave it out"
         )
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """Largest number of tokens that a model attends to; None if its config has no limit, for example without attention."""
+    """Largest number of tokens that a model attends to; None if its config has no limit, for example without
+    attention.
+    """
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
 def fp32_head_product(head: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """(…, V) float32 logits of an output head, computed in float32 for any dtype of head and input, also inside autocast."""
+    """(…, V) float32 logits of an output head, computed in float32 for any dtype of head and input, also inside
+    autocast.
+    """
     weight: torch.Tensor = head.weight  # type: ignore[assignment]
     bias: torch.Tensor | None = getattr(head, "bias", None)
     with torch.autocast(hidden.device.type, enabled=False):
-        return torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+        return torch.nn.functional.linear(
+            hidden.float(), weight.float(), None if bias is None else bias.float()
+        )
 
 
 def switch_off_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout of the model and its adapter to 0. With dropout, the trained policy would differ from the sampled one."""
+    """Set every dropout of the model and its adapter to 0.
+
+    With dropout, the trained policy would differ from the sampled one.
+    """
     for _, module, name in _dropouts(model):
         setattr(module, name, 0.0)
 
@@ -217,17 +240,24 @@ def modules_with_dropout(model: torch.nn.Module) -> list[str]:
 
 
 def _dropouts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Each place that has a dropout: the module's name, the module, and the name of the attribute with the probability."""
+    """Each place that has a dropout: the module's name, the module, and the name of the attribute with the
+    probability.
+    """
     for place, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout):
             yield place, module, "p"
         # Attention layers of transformers store their dropout as a number.
-        numbers = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+        numbers = [
+            name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)
+        ]
         yield from ((place, module, name) for name in numbers)
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's error. For kinds of errors whose text alone is unclear, such as KeyError, the kind is first."""
+    """The first line of a library's error.
+
+    For kinds of errors whose text alone is unclear, such as KeyError, the kind is first.
+    """
     lines = str(error).strip().splitlines()
     kind = type(error).__name__
     return (

@@ -1,5 +1,5 @@
-"""Base weights in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: checks their settings, and gives the values that layers compute
-with.
+"""Base weights in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: checks their settings, and gives the values that
+layers compute with.
 
 `models/policy.py` loads such weights, or the user gives a model that has them. The adapter's delta is added to these
 values, and the engine gets the sum in full precision. An engine never quantises again what the trainer has quantised.
@@ -30,7 +30,8 @@ def check_quantization(config: Any, peft_config: Any) -> None:
         return
     if isinstance(config, Mapping):
         raise InputError(
-            f"quantization_config={dict(config)} is a mapping, which is not supported: on the command line set use_peft and "
+            f"quantization_config={dict(config)} is a mapping, which is not supported: on the command line "
+            f"set use_peft and "
             "load_in_4bit instead (only 4 bits are supported); in Python give the trainer "
             "quantization_config=BitsAndBytesConfig(load_in_4bit=True) and a peft_config"
         )
@@ -52,7 +53,9 @@ def is_quantised(parameter: torch.Tensor) -> bool:
 
 
 def dequantised(parameter: Any) -> torch.Tensor:
-    """The float32 values of a quantised parameter. A layer that computes in float32 multiplies with exactly these values.
+    """The float32 values of a quantised parameter.
+
+    A layer that computes in float32 multiplies with exactly these values.
 
     Raises:
         InputError: the codes are packed for bitsandbytes' CPU inference, through which no gradient passes.
@@ -73,9 +76,9 @@ def meta_tensor_of(parameter: Any) -> torch.Tensor:
 def prevent_packing(model: torch.nn.Module) -> None:
     """Prevent bitsandbytes from packing weights for inference.
 
-    On a CPU with AVX-512 BF16, a layer packs its weights in its first forward in eval mode without a gradient, for example when
-    somebody tries a new model. After that no gradient passes through the layer, and no error is raised (bitsandbytes 0.50.2,
-    `Linear4bit.forward`).
+    On a CPU with AVX-512 BF16, a layer packs its weights in its first forward in eval mode without a gradient, for
+    example when somebody tries a new model. After that no gradient passes through the layer, and no error is raised
+    (bitsandbytes 0.50.2, `Linear4bit.forward`).
 
     Raises:
         InputError: a layer has already packed its weights.
@@ -89,7 +92,8 @@ def prevent_packing(model: torch.nn.Module) -> None:
 def _quant_state(parameter: Any) -> Any:
     if getattr(parameter.quant_state, "packing_format_for_cpu", False):
         raise InputError(
-            "the model's 4-bit weights are packed for inference (it was run in eval mode before), and no gradient passes through "
+            "the model's 4-bit weights are packed for inference (it was run in eval mode before), and no "
+            "gradient passes through "
             "them: give the trainer the model's name and a quantization_config, or a model that was not run yet"
         )
     return parameter.quant_state

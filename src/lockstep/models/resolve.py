@@ -1,7 +1,7 @@
 """Turns the name that a user writes into a path or id that transformers and vLLM can both load.
 
-The name is a config's `model_name_or_path`. `models/policy.py`, `tokens/chat.py` and the engines must all get exactly the
-string that this module returns.
+The name is a config's `model_name_or_path`. `models/policy.py`, `tokens/chat.py` and the engines must all get exactly
+the string that this module returns.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ def resolve_model(name: str) -> str:
         if (path / "adapter_config.json").is_file():
             # transformers would load the adapter too, and vLLM would not.
             raise InputError(
-                f"{path} holds an adapter (adapter_config.json), not a whole model: make one with 'lockstep merge {path} FOLDER', "
+                f"{path} holds an adapter (adapter_config.json), not a whole model: make one with 'lockstep "
+                f"merge {path} FOLDER', "
                 "and give FOLDER"
             )
         if not (path / "config.json").is_file():
-            raise InputError(f"model directory {path} has no config.json; give the directory of a saved model")
+            raise InputError(
+                f"model directory {path} has no config.json; give the directory of a saved model"
+            )
         return str(path.resolve())
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise InputError(f"model directory {path} does not exist")
@@ -63,9 +66,13 @@ def at_revision(path: str, revision: str | None) -> str:
     if revision in (None, "main"):
         return path
     if Path(path).is_dir():
-        raise InputError(f"model_init_kwargs.revision={revision!r}: {path} is a directory and has no revisions")
+        raise InputError(
+            f"model_init_kwargs.revision={revision!r}: {path} is a directory and has no revisions"
+        )
     try:
         return snapshot_download(path, revision=revision)
     except (OSError, ValueError) as error:
         # All errors of the hub are subclasses of these two.
-        raise InputError(f"revision {revision!r} of {path} cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise InputError(
+            f"revision {revision!r} of {path} cannot be loaded: {str(error).splitlines()[0]}"
+        ) from error

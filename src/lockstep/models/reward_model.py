@@ -23,7 +23,8 @@ from lockstep.models.policy import (
     switch_off_dropout,
 )
 
-# Largest number of tokens in one forward pass, with padding. It limits the memory of activations. A longer text is a batch alone.
+# Largest number of tokens in one forward pass, with padding. It limits the memory of activations. A longer text is a
+# batch alone.
 _TOKENS_PER_BATCH = 16384
 
 
@@ -31,15 +32,17 @@ class RewardModel:
     """Scores prompt and completion together. It is called like a reward function.
 
     Args:
-        model: a sequence classifier with one output. It stays on its device, and runs in evaluation mode without dropout.
-        tokenizer: the model's own. If it has no pad token, its end-of-sequence token becomes the pad token. The pad id is
-            written into the model's config, because the model uses it to find a text's last token (TRL's convention).
+        model: a sequence classifier with one output. It stays on its device, and runs in evaluation mode without
+            dropout.
+        tokenizer: the model's own. If it has no pad token, its end-of-sequence token becomes the pad token. The pad
+            id is written into the model's config, because the model uses it to find a text's last token (TRL's
+            convention).
         chat_template_kwargs: passed to the chat template, for prompts that are messages.
         tokens_per_batch: limit of rows × longest row in one forward pass.
 
     Raises:
-        InputError: the model has several outputs, weights that are NaN or infinite, or a tokenizer with neither a pad nor an
-            end-of-sequence token.
+        InputError: the model has several outputs, weights that are NaN or infinite, or a tokenizer with neither a pad
+            nor an end-of-sequence token.
     """
 
     def __init__(
@@ -54,12 +57,15 @@ class RewardModel:
         outputs = getattr(model.config, "num_labels", None)
         if outputs != 1:
             raise InputError(
-                f"reward model {self.__name__} is a {type(model).__name__} with {outputs} outputs; a reward model is a sequence "
+                f"reward model {self.__name__} is a {type(model).__name__} with {outputs} outputs; a reward "
+                f"model is a sequence "
                 "classifier with one output (AutoModelForSequenceClassification, num_labels=1)"
             )
         if tokenizer.pad_token_id is None:
             if tokenizer.eos_token_id is None:
-                raise InputError(f"the tokenizer of reward model {self.__name__} has neither a pad nor an end token")
+                raise InputError(
+                    f"the tokenizer of reward model {self.__name__} has neither a pad nor an end token"
+                )
             tokenizer.pad_token = tokenizer.eos_token
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         check_finite(f"reward model {self.__name__}", model.named_parameters())
@@ -80,7 +86,9 @@ class RewardModel:
             InputError: there is no chat template for messages or it refuses them, or a text is empty or longer than the
                 model's limit.
         """
-        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        texts = [
+            self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)
+        ]
         if not texts:
             return []
         rows: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -98,11 +106,14 @@ class RewardModel:
         width = max(map(len, rows))
         padding = self.tokenizer.pad_token_id
         ids = torch.tensor([row + [padding] * (width - len(row)) for row in rows], device=self.model.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self.model.device)
+        mask = torch.tensor(
+            [[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self.model.device
+        )
         logits = self.model(input_ids=ids, attention_mask=mask).logits
         if tuple(logits.shape) != (len(rows), 1):
             raise InputError(
-                f"reward model {self.__name__} ({type(self.model).__name__}) returned logits of shape {tuple(logits.shape)}, not "
+                f"reward model {self.__name__} ({type(self.model).__name__}) returned logits of shape "
+                f"{tuple(logits.shape)}, not "
                 f"({len(rows)}, 1): give a sequence classifier with one output"
             )
         return logits[:, 0].float().tolist()
@@ -111,10 +122,13 @@ class RewardModel:
         if isinstance(prompt, str) and isinstance(completion, str):
             return prompt + completion
         if isinstance(prompt, str) or isinstance(completion, str):
-            raise InputError(f"reward model {self.__name__}: a prompt of messages needs a completion of messages")
+            raise InputError(
+                f"reward model {self.__name__}: a prompt of messages needs a completion of messages"
+            )
         if self.tokenizer.chat_template is None:
             raise InputError(
-                f"prompts are messages but the tokenizer of reward model {self.__name__} has no chat template; give prompts as text"
+                f"prompts are messages but the tokenizer of reward model {self.__name__} has no chat "
+                f"template; give prompts as text"
             )
         try:
             return self.tokenizer.apply_chat_template(
@@ -130,11 +144,14 @@ class RewardModel:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and longest > limit:
             raise InputError(
-                f"reward model {self.__name__} reads {limit} tokens; prompt and completion have {longest} of its tokens: lower "
+                f"reward model {self.__name__} reads {limit} tokens; prompt and completion have {longest} of "
+                f"its tokens: lower "
                 "max_completion_length or leave out long prompts"
             )
         if not shortest:
-            raise InputError(f"reward model {self.__name__}: a prompt and its completion have no tokens together")
+            raise InputError(
+                f"reward model {self.__name__}: a prompt and its completion have no tokens together"
+            )
 
 
 def load_reward_model(path: str) -> PreTrainedModel:
@@ -144,7 +161,8 @@ def load_reward_model(path: str) -> PreTrainedModel:
         path: a result of `lockstep.models.policy.resolve_model`.
 
     Raises:
-        InputError: there is no such model, or a tensor is missing from its files (for example the head, if it is a language model).
+        InputError: there is no such model, or a tensor is missing from its files (for example the head, if it is a
+            language model).
     """
     try:
         model, report = load_files(
@@ -158,7 +176,9 @@ def load_reward_model(path: str) -> PreTrainedModel:
     except BAD_FILES as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"cannot load a reward model with one output from {path}: {first_line(error)}") from error
+        raise InputError(
+            f"cannot load a reward model with one output from {path}: {first_line(error)}"
+        ) from error
     refuse_adapter(f"reward model {path}", model)
     # The files of a classifier that was made from a language model may still have that model's output head.
     refuse_incomplete(f"reward model {path} (with one output)", report, unused=("lm_head.",))
@@ -166,7 +186,10 @@ def load_reward_model(path: str) -> PreTrainedModel:
 
 
 def _joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The whole conversation. A completion that continues the prompt's last message is joined with it into one message."""
+    """The whole conversation.
+
+    A completion that continues the prompt's last message is joined with it into one message.
+    """
     if prompt[-1]["role"] == "assistant" and completion and completion[0]["role"] == "assistant":
         text = (prompt[-1].get("content") or "") + (completion[0].get("content") or "")
         return [*prompt[:-1], {**completion[0], "content": text}, *completion[1:]]
@@ -174,7 +197,10 @@ def _joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> l
 
 
 def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
-    """Positions of the rows of each batch. Rows × longest row is at most `budget`. Rows of similar length share a batch."""
+    """Positions of the rows of each batch.
+
+    Rows × longest row is at most `budget`. Rows of similar length share a batch.
+    """
     batch: list[int] = []
     for position in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if batch and (len(batch) + 1) * lengths[position] > budget:

@@ -20,14 +20,19 @@ LINE = "alarm"
 _MOST = 20
 
 ALARMS: Mapping[str, str] = {
-    "tool_fails": "{subject} failed at all {calls} calls of a step in the same way, and the model reads this error in place of "
+    "tool_fails": "{subject} failed at all {calls} calls of a step in the same way, and the model reads this "
+    "error in place of "
     "results: {error}",
-    "tools_in_turn": "plain tools and environments took {seconds:.0f} of the {whole:.0f} s of sampling, one call after the other; "
-    "calls that wait for something run at the same time with tool_threads: true, or own_thread = True on the tool or environment",
+    "tools_in_turn": "plain tools and environments took {seconds:.0f} of the {whole:.0f} s of sampling, one "
+    "call after the other; "
+    "calls that wait for something run at the same time with tool_threads: true, or own_thread = True on the "
+    "tool or environment",
     "rollout_failed": "{subject}; nothing is learned from its rollout",
-    "reward_none": "reward function {subject} returned None for all {count} completions of a step; if it should have scored them, "
+    "reward_none": "reward function {subject} returned None for all {count} completions of a step; if it "
+    "should have scored them, "
     "look at what it gets",
-    "unscored": "none of {subject} scored any of the {count} completions of this generation: no reward is learned from it (the run "
+    "unscored": "none of {subject} scored any of the {count} completions of this generation: no reward is "
+    "learned from it (the run "
     "ends after {limit} such generations in a row)",
     "rounded_away": "{subject}",
 }
@@ -76,12 +81,15 @@ class Alarms:
         self._flush()
 
     def go_on(self, lines: Sequence[Mapping[str, Any]], write: Callable[[Alarm], None]) -> None:
-        """Continue the alarms of a receipt, and write others into it, those included that were raised before it was opened.
+        """Continue the alarms of a receipt, and write others into it, those included that were raised before it was
+        opened.
 
         Args:
             lines: the receipt's lines so far.
         """
-        alarms = [Alarm(line["key"], line["subject"], line["text"]) for line in lines if line.get("kind") == LINE]
+        alarms = [
+            Alarm(line["key"], line["subject"], line["text"]) for line in lines if line.get("kind") == LINE
+        ]
         written = {(alarm.key, alarm.subject): alarm for alarm in alarms}
         self._unwritten = [alarm for about, alarm in self._raised.items() if about not in written]
         self._raised = written | self._raised

@@ -39,7 +39,9 @@ SCORE = "rewards/"
 
 @dataclass(frozen=True, slots=True)
 class KeptRollout:
-    """One branch of a rollout. Most rollouts have one branch; the branches of one rollout have the same prompt id and sample.
+    """One branch of a rollout.
+
+    Most rollouts have one branch; the branches of one rollout have the same prompt id and sample.
 
     The C ids of the completion are sampled ones, and inserted ones between them (results of tools, turns of the user).
 
@@ -54,8 +56,8 @@ class KeptRollout:
         completion_ids: (C,) int32.
         sampled: (C,) bool; the other ids were inserted.
         logprobs: (C,) float32 natural-log probability of each sampled id, from the engine; 0 at inserted ids.
-        policy_logprobs: (C,) float32, the same from the trainer's forward, before the policy changed. None: that forward was not
-            made on the rank that wrote the file, or the tokens were left aside.
+        policy_logprobs: (C,) float32, the same from the trainer's forward, before the policy changed. None: that
+            forward was not made on the rank that wrote the file, or the tokens were left aside.
         weight_versions: (C,) int32, the version of the weights that sampled each id.
         advantages: (C,) float32; 0 at inserted ids. None: nothing could be learned from the rollout.
         advantage: mean advantage of the rollout's sampled ids; None if it has none.
@@ -63,8 +65,8 @@ class KeptRollout:
         scores: score per reward function, by name; None: the function gave none.
         extra: values that reward functions logged with `log_extra`.
         finish_reason: why the branch ended: `stop` or `length`.
-        finish_reasons: the reason of each sampled turn of this branch; `turn_ends` are the numbers of completion ids up to the end
-            of each.
+        finish_reasons: the reason of each sampled turn of this branch; `turn_ends` are the numbers of completion ids
+            up to the end of each.
         failed: why the rollout could not be finished; None if it was.
     """
 
@@ -128,8 +130,8 @@ def read_facts(path: Path) -> dict[str, Any]:
     """What is true of all rollouts of one file.
 
     Returns:
-        `format` (1), `step`, `version` (the engine's weight version at that step), `method`, `model`, `sampling` (temperature,
-        filters, stop strings, …, as the engine got them), and `seed`.
+        `format` (1), `step`, `version` (the engine's weight version at that step), `method`, `model`, `sampling`
+        (temperature, filters, stop strings, …, as the engine got them), and `seed`.
 
     Raises:
         InputError: the file is damaged, or was not written by Lockstep.
@@ -157,7 +159,9 @@ def read_rollouts(run: Path, steps: Iterable[int] | None = None) -> Iterator[Kep
         by_step = dict(files)
         wanted = list(steps)
         if missing := [step for step in wanted if step not in by_step]:
-            raise InputError(f"{run / FOLDER} has no rollouts of step {missing[0]}; it has those of {_steps(by_step)}")
+            raise InputError(
+                f"{run / FOLDER} has no rollouts of step {missing[0]}; it has those of {_steps(by_step)}"
+            )
         files = [RolloutFile(step, by_step[step]) for step in wanted]
     for _, path in files:
         yield from read_file(path)
@@ -172,10 +176,14 @@ def read_file(path: Path) -> Iterator[KeptRollout]:
     with _readable(path) as file:
         try:
             table = file.read()
-            arrays = {name: _per_token(table[name].combine_chunks(), kind) for name, kind in PER_TOKEN.items()}
+            arrays = {
+                name: _per_token(table[name].combine_chunks(), kind) for name, kind in PER_TOKEN.items()
+            }
             plain = {name: table[name].to_pylist() for name in table.column_names if name not in PER_TOKEN}
         except (pa.ArrowException, KeyError) as error:
-            raise InputError(f"{path} is not a file of rollouts that this version can read ({error})") from error
+            raise InputError(
+                f"{path} is not a file of rollouts that this version can read ({error})"
+            ) from error
     scores = {name.removeprefix(SCORE): plain.pop(name) for name in list(plain) if name.startswith(SCORE)}
     for name in JSON_COLUMNS:
         plain[name] = [None if text is None else json.loads(text) for text in plain[name]]

@@ -65,9 +65,10 @@ class LiveView(TrainerCallback):
     Args:
         phase: returns the current phase in words, with its counters; empty between phases.
         latest: returns the figures of the last step, by metric name.
-        sample: returns the reward of one rollout, and what was said in it: a label and a text for each turn and each result of a
-            tool. None: there is none yet.
-        judged: returns the figures of the last gap whose means were judged, with their limits, in nats; empty before that.
+        sample: returns the reward of one rollout, and what was said in it: a label and a text for each turn and each
+            result of a tool. None: there is none yet.
+        judged: returns the figures of the last gap whose means were judged, with their limits, in nats; empty before
+            that.
         alarms: returns the alarms of the run.
     """
 
@@ -81,7 +82,13 @@ class LiveView(TrainerCallback):
         console: Terminal | None = None,
         alarms: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        self._about, self._phase, self._latest, self._sample, self._judged = about, phase, latest, sample, judged
+        self._about, self._phase, self._latest, self._sample, self._judged = (
+            about,
+            phase,
+            latest,
+            sample,
+            judged,
+        )
         self._alarms = alarms
         self._console = console or Terminal()
         self._live: Live | None = None
@@ -97,7 +104,8 @@ class LiveView(TrainerCallback):
         self._began = self._stepped = time.monotonic()
         self._first_step = self._step = self._steps = self._logged_step = 0
 
-    # ---- input from the run ---------------------------------------------------------------------------------------------
+    # ---- input from the run
+    # ---------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = self._stepped = time.monotonic()
@@ -115,7 +123,9 @@ class LiveView(TrainerCallback):
         for name, values in self._trends.items():
             values.append(self._figures.get(name, float("nan")))
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
+    ) -> None:
         if not logs or "loss" not in logs:
             return
         # A step that learns from the rollouts of an earlier step logs no reward, so the last reward is kept.
@@ -124,7 +134,9 @@ class LiveView(TrainerCallback):
         if self._live is None:
             self._print(plain_line(state.global_step, state.max_steps, self._logged, self._left()))
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], **kwargs: Any
+    ) -> None:
         # Of several evaluation sets, each is told alone, under its own name.
         ending = "_reward_ci95"
         for prefix in (key.removesuffix(ending) for key in metrics if key.endswith(ending)):
@@ -161,7 +173,8 @@ class LiveView(TrainerCallback):
             self._live.stop()
             self._live = None
 
-    # ---- output to the user ---------------------------------------------------------------------------------------------
+    # ---- output to the user
+    # ---------------------------------------------------------------------------------------------
 
     def panel(self) -> Panel:
         """The panel at this moment. Its lines are never wrapped."""
@@ -172,7 +185,13 @@ class LiveView(TrainerCallback):
             rows.add_row(label, shown)
         self._spinner.update(text=_line(self._under_way()))
         return Panel(
-            Group(_line(f"{self._about.model} → {self._about.folder}"), self._bar(), self._spinner, Text(""), rows),
+            Group(
+                _line(f"{self._about.model} → {self._about.folder}"),
+                self._bar(),
+                self._spinner,
+                Text(""),
+                rows,
+            ),
             title=_line(self._about.title),
             border_style="cyan",
             width=min(_WIDEST, self._console.width),
@@ -223,7 +242,11 @@ class LiveView(TrainerCallback):
             rows.append(("loss", _line(f"{self._logged['loss']:.4g} at the log of step {self._logged_step}")))
         add("entropy", "entropy", lambda: f"{figures['entropy']:.3f}")
         add("length", "completions/mean_length", lambda: _lengths(figures))
-        add("no spread", "frac_reward_zero_std", lambda: f"{figures['frac_reward_zero_std']:.0%} of the groups")
+        add(
+            "no spread",
+            "frac_reward_zero_std",
+            lambda: f"{figures['frac_reward_zero_std']:.0%} of the groups",
+        )
         add("gap", "parity/mean_abs_gap", lambda: self._gap(figures))
         if judged := self._judged():
             rows.append(("judged", _line(*limits_kept(judged))))
@@ -267,7 +290,9 @@ def limits_kept(judged: Mapping[str, float]) -> tuple[str, str]:
         ("max", "max_abs_gap", "max_allowed"),
         ("k3", "k3", "k3_allowed"),
     )
-    words = ", ".join(f"{word} {number(judged[name], 2)} of {number(judged[of], 2)}" for word, name, of in names)
+    words = ", ".join(
+        f"{word} {number(judged[name], 2)} of {number(judged[of], 2)}" for word, name, of in names
+    )
     share = max(judged[name] / judged[of] for _, name, of in names)
     return f"{words}; {judged['tokens']:.0f} tokens", "yellow" if share > _CLOSE else "green"
 
@@ -298,13 +323,16 @@ def checked(logs: Mapping[str, float]) -> str:
     others = [f"{stale:.0f} are older than the policy"] if stale else []
     others += [f"{aside:.0f} have no gradient and were not drawn"] if aside else []
     return (
-        f"{logs['parity/checked_tokens']:.0f} tokens{'; ' + '; '.join(others) if others else ', all that were sampled'}"
+        f"{logs['parity/checked_tokens']:.0f} "
+        f"tokens{'; ' + '; '.join(others) if others else ', all that were sampled'}"
     )
 
 
 def time_shares(logs: Mapping[str, float]) -> str:
     """Seconds of each phase of a step, the longest first."""
-    phases = {k.removeprefix("time/"): v for k, v in logs.items() if k.startswith("time/") and k != "time/step"}
+    phases = {
+        k.removeprefix("time/"): v for k, v in logs.items() if k.startswith("time/") and k != "time/step"
+    }
     longest = sorted(phases.items(), key=lambda item: -item[1])
     return " ".join(f"{name} {seconds:.1f}s" for name, seconds in longest if seconds >= 0.05)
 
@@ -320,7 +348,9 @@ class LogLines(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began, self._first_step = time.monotonic(), state.global_step
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
+    ) -> None:
         if not logs or not state.is_world_process_zero:
             return
         # An evaluation before training belongs to no step yet.
@@ -378,8 +408,8 @@ def chosen_rows(rows: Sequence[Row], count: int | None, *, unique_prompts: bool)
 
 
 def print_completions(rows: Sequence[Row], step: int, console: Terminal | None = None) -> None:
-    """Print rows as one table, with a column for every score and every extra value that any row has, and one for the finish
-    reasons of all turns if a row has several turns."""
+    """Print rows as one table, with a column for every score and every extra value that any row has, and one for the
+    finish reasons of all turns if a row has several turns."""
     scores = list(dict.fromkeys(name for row in rows for name in row.scores))
     extras = list(dict.fromkeys(name for row in rows for name in row.extra))
     table = Table(expand=True, show_lines=True)

@@ -1,4 +1,6 @@
-"""Measures the seconds per phase of a step. One clock belongs to one run; the logs, the live view and the summary read it.
+"""Measures the seconds per phase of a step.
+
+One clock belongs to one run; the logs, the live view and the summary read it.
 
 The host gives a GPU its work ahead of time. On the host's clock the seconds of that work would belong to the phase in
 which the host next waits for it. So on a GPU a phase lasts from one mark to another in the GPU's own queue of work.
@@ -25,7 +27,10 @@ _WORDS = {
 
 
 class Mark(Protocol):
-    """A moment in a GPU's queue of work, which it has perhaps not come to yet: `torch.cuda.Event(enable_timing=True)`."""
+    """A moment in a GPU's queue of work, which it has perhaps not come to yet:
+
+    `torch.cuda.Event(enable_timing=True)`.
+    """
 
     def query(self) -> bool:
         """Whether the GPU has come to it."""
@@ -38,8 +43,8 @@ class PhaseClock:
     """Accumulates seconds per phase since the last `take`.
 
     Args:
-        mark: puts a mark into the queue of the device that computes, and returns it. None: the host computes, and its clock tells
-            the seconds.
+        mark: puts a mark into the queue of the device that computes, and returns it. None: the host computes, and its
+            clock tells the seconds.
     """
 
     def __init__(self, mark: Callable[[], Mark] | None = None) -> None:
@@ -116,7 +121,9 @@ class PhaseClock:
             self._since += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """Seconds per phase since the last call, and all wall seconds under `step`. Then the clock starts again from zero.
+        """Seconds per phase since the last call, and all wall seconds under `step`.
+
+        Then the clock starts again from zero.
 
         It does not wait for a GPU: a phase whose end the GPU has not come to is told by a later call.
         """

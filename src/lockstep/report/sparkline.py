@@ -7,7 +7,9 @@ from collections.abc import Sequence
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def sparkline(values: Sequence[float], width: int = 32, low: float | None = None, high: float | None = None) -> str:
+def sparkline(
+    values: Sequence[float], width: int = 32, low: float | None = None, high: float | None = None
+) -> str:
     """The last `width` values as block characters of eight heights. NaN is left out.
 
     Args:

@@ -11,7 +11,9 @@ from lockstep.report.page.run_record import closest_of_run
 Line = dict[str, Any]
 
 
-def summarise(metrics: list[Line], receipt: list[Line], before: Line | None, after: Line | None, wall_s: float) -> Line:
+def summarise(
+    metrics: list[Line], receipt: list[Line], before: Line | None, after: Line | None, wall_s: float
+) -> Line:
     """The summary of a run.
 
     Args:
@@ -81,14 +83,17 @@ def _parity(receipt: list[Line]) -> Line:
         "worst_module_error": max((line["worst_module"]["error"] for line in receipt), default=0.0),
         # A failed check stops the run before its optimizer step. So a run with a summary had no failed check.
         "failed": sum(
-            line["checked_tokens"] + line.get("stale_tokens", 0) + line.get("aside_tokens", 0) != line["sampled_tokens"]
+            line["checked_tokens"] + line.get("stale_tokens", 0) + line.get("aside_tokens", 0)
+            != line["sampled_tokens"]
             for line in receipt
         ),
     }
 
 
 def _closest(receipt: list[Line]) -> Line:
-    """The figure of the gap that came closest to its limit, as it was judged; nothing if the receipt does not have it."""
+    """The figure of the gap that came closest to its limit, as it was judged; nothing if the receipt does not have
+    it.
+    """
     found = closest_of_run(receipt)
     if found is None:
         return {}
@@ -117,7 +122,8 @@ def summary_lines(summary: Line) -> list[str]:
         )
         if summary.get("eval_seen_in_training"):
             lines.append(
-                f"not held out     {summary['eval_seen_in_training']} of {summary['eval_problems']} evaluation prompts are "
+                f"not held out     {summary['eval_seen_in_training']} of {summary['eval_problems']} "
+                f"evaluation prompts are "
                 "training prompts too"
             )
     others = [f"{parity['stale_tokens']} more are of older weights"] if "stale_tokens" in parity else []
@@ -133,7 +139,9 @@ def summary_lines(summary: Line) -> list[str]:
         found = parity["closest_to_limit"]
         lines.append(f"gap and limits   closest: {found['text']}, {found['share']:.0%} of the limit")
     for proof, count in summary.get("unproven", {}).items():
-        lines.append(f"not proven       {proof}: {count} checks that were due could not be made; the receipt says why")
+        lines.append(
+            f"not proven       {proof}: {count} checks that were due could not be made; the receipt says why"
+        )
     shares = "  ".join(f"{name} {seconds:.0f}s" for name, seconds in summary["time"].items())
     lines.append(f"time             {summary['steps']} steps, {summary['wall_s']:.0f} s in all: {shares}")
     return lines

@@ -26,8 +26,8 @@ class GenerationsAhead:
     Args:
         driver: runs the programs.
         limit: seconds that one request may take, beside those of the other generations.
-        at_once: whether the engine works only while the trainer waits for it, as engines in this process do. Then a generation is
-            complete when `begin` returns.
+        at_once: whether the engine works only while the trainer waits for it, as engines in this process do. Then a
+            generation is complete when `begin` returns.
     """
 
     def __init__(self, driver: Driver, limit: float, *, at_once: bool = False) -> None:
@@ -40,7 +40,10 @@ class GenerationsAhead:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While weights are pushed: start no new request. The engine keeps its running requests and continues them afterwards."""
+        """While weights are pushed: start no new request.
+
+        The engine keeps its running requests and continues them afterwards.
+        """
         with self._gate:
             yield
 
@@ -49,9 +52,12 @@ class GenerationsAhead:
 
         Raises:
             InputError: as in `Driver.begin`.
-            LockstepError: the engine did not take the first requests in time; with `at_once`, also as in `Running.finish`.
+            LockstepError: the engine did not take the first requests in time; with `at_once`, also as in
+                `Running.finish`.
         """
-        running = self._driver.begin(starts, program, limit=self._limit, patience=self._limit, gate=self._gate)
+        running = self._driver.begin(
+            starts, program, limit=self._limit, patience=self._limit, gate=self._gate
+        )
         found: Future[Rollouts] = Future()
         if self._at_once:
             found.set_result(running.finish())
@@ -76,7 +82,8 @@ class GenerationsAhead:
     def take(self, number: int) -> Rollouts:
         """Wait for the rollouts of a generation. Afterwards the generation no longer counts as running.
 
-        Each of its requests has a time limit, and so has the time in which it makes no request. These limits bound the wait.
+        Each of its requests has a time limit, and so has the time in which it makes no request. These limits bound
+        the wait.
 
         Raises:
             EngineLost: the engine was lost in the meantime.

@@ -22,7 +22,9 @@ def not_callable_as(function: Callable[..., Any], called: str, *given: Any, **na
     return "" if _fits(function, given, named) else f"; it is called as {called}: give it these parameters"
 
 
-def not_callable_by_name(function: Callable[..., Any], given: Mapping[str, Any], who: str, example: str) -> str:
+def not_callable_by_name(
+    function: Callable[..., Any], given: Mapping[str, Any], who: str, example: str
+) -> str:
     """The same of a function that gets all arguments by name, among them the columns of the data.
 
     Args:
@@ -33,13 +35,19 @@ def not_callable_by_name(function: Callable[..., Any], given: Mapping[str, Any],
         return ""
     parameters = inspect.signature(function).parameters.values()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    missing = [p.name for p in parameters if p.kind in by_name and p.default is p.empty and p.name not in given]
+    missing = [
+        p.name for p in parameters if p.kind in by_name and p.default is p.empty and p.name not in given
+    ]
     if missing:
         return (
-            f"; it asks for {', '.join(missing)}, and {who} get {', '.join(sorted(given)) or 'nothing'}: rename the parameter, add "
+            f"; it asks for {', '.join(missing)}, and {who} get {', '.join(sorted(given)) or 'nothing'}: "
+            f"rename the parameter, add "
             "the column, or give the parameter a default"
         )
-    return f"; {who} get all their arguments and every column of the data by name: add **kwargs to its parameters, as in {example}"
+    return (
+        f"; {who} get all their arguments and every column of the data by name: add **kwargs to its "
+        f"parameters, as in {example}"
+    )
 
 
 def _fits(function: Callable[..., Any], given: tuple[Any, ...], named: Mapping[str, Any]) -> bool:

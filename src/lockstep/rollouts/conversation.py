@@ -19,7 +19,17 @@ from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError, LockstepError
 from lockstep.images.pictures import PromptPictures
 from lockstep.rollouts.group import Prompt, Rollout, TurnEnd
-from lockstep.tokens.arrays import Ids, KeptIds, Reals, filled, flags, joined, joined_kept_ids, reals, whole_numbers
+from lockstep.tokens.arrays import (
+    Ids,
+    KeptIds,
+    Reals,
+    filled,
+    flags,
+    joined,
+    joined_kept_ids,
+    reals,
+    whole_numbers,
+)
 
 Ask = Callable[[GenerationRequest, Progress | None], Awaitable[Completion]]
 Decode = Callable[[Ids], str]
@@ -99,7 +109,11 @@ class Branch:
     @property
     def ids(self) -> Ids:
         """The prompt's ids and everything after them."""
-        return joined([self.prompt_ids, *(_ids_of(part) for part in self._parts)]) if self._parts else self.prompt_ids
+        return (
+            joined([self.prompt_ids, *(_ids_of(part) for part in self._parts)])
+            if self._parts
+            else self.prompt_ids
+        )
 
     @property
     def room(self) -> int:
@@ -118,12 +132,13 @@ class Branch:
         Args:
             max_tokens: largest number of ids of this turn; None: as many as there is room for.
             stop: strings that end this turn, beside the run's stop strings.
-            progress: is called with the ids of the turn so far while it is sampled, in the engine's thread; only by engines that
-                report progress (`contract/inbox.py`).
+            progress: is called with the ids of the turn so far while it is sampled, in the engine's thread; only by
+                engines that report progress (`contract/inbox.py`).
 
         Raises:
             OutOfRoom: there is no room for an id.
-            InputError: the sampling settings count the tokens of one call only, and this is not the rollout's first call.
+            InputError: the sampling settings count the tokens of one call only, and this is not the rollout's first
+                call.
         """
         if self._busy:
             raise LockstepError(
@@ -146,7 +161,9 @@ class Branch:
         self._conversation.took(turn, self, self._added)
         return turn
 
-    def insert(self, ids: Ids | Sequence[int], room_after: int = 0, pictures: PromptPictures | None = None) -> None:
+    def insert(
+        self, ids: Ids | Sequence[int], room_after: int = 0, pictures: PromptPictures | None = None
+    ) -> None:
         """Add ids that the engine did not sample. They are context: nothing is learned from them.
 
         Args:
@@ -158,7 +175,9 @@ class Branch:
         """
         inserted = whole_numbers(ids)
         if self._busy:
-            raise LockstepError(f"rollout {self._conversation.key} inserted ids while the engine sampled after them")
+            raise LockstepError(
+                f"rollout {self._conversation.key} inserted ids while the engine sampled after them"
+            )
         room = self.room
         if len(inserted) + room_after > room:
             raise self._out(len(inserted) + room_after, room)
@@ -169,13 +188,15 @@ class Branch:
 
     def _out(self, wanted: int, room: int) -> OutOfRoom:
         self.ran_out = True
-        return OutOfRoom(f"rollout {self._conversation.key} wanted to add {wanted} ids and has room for {max(room, 0)}")
+        return OutOfRoom(
+            f"rollout {self._conversation.key} wanted to add {wanted} ids and has room for {max(room, 0)}"
+        )
 
     def _stopped_across(self, answer: Completion) -> Completion:
         """The answer, cut after the token that completes a stop string which began in the turn before.
 
-        The engine looks for stop strings in each of its answers. If nothing was inserted between two turns, and the first was cut
-        by a limit, both are one text.
+        The engine looks for stop strings in each of its answers. If nothing was inserted between two turns, and the
+        first was cut by a limit, both are one text.
         """
         before: list[Ids] = []
         for part in reversed(self._parts):
@@ -219,14 +240,18 @@ class Branch:
             ),
             weight_versions=joined(self._versions()),
             finish_reason="length" if self.ran_out else self.turns[-1].finish_reason,
-            sampled=flags(np.repeat([isinstance(part, Turn) for part in self._parts], lengths)) if inserted else None,
+            sampled=flags(np.repeat([isinstance(part, Turn) for part in self._parts], lengths))
+            if inserted
+            else None,
             kept_ids=joined_kept_ids(kept) if kept else None,
             # Those of an earlier turn are the first ones of these.
             pictures=self.turns[-1].answer.pictures,
         )
 
     def _versions(self) -> list[Ids]:
-        """The versions of each part. Inserted ids get the version of the weights that continued after them, because these weights
+        """The versions of each part.
+
+        Inserted ids get the version of the weights that continued after them, because these weights
         read the ids first. At the end of the branch it is the version of the last sampled id."""
         following = self.turns[-1].weight_versions[-1:]
         found: list[Ids] = []
@@ -244,15 +269,22 @@ class Conversation:
         prompt: the row: prompt id, ids, source (text or messages) and columns.
         key: prompt id and sample.
         seed: seed of this rollout. Its first call uses it; derive others for other uses (`derived_seed`).
-        sampling: sampling settings of the run. `max_tokens` is the budget of the whole rollout: all sampled and inserted ids of
-            all branches count.
+        sampling: sampling settings of the run. `max_tokens` is the budget of the whole rollout: all sampled and
+            inserted ids of all branches count.
         context: number of ids that the engine's context holds.
         notes: what the program keeps for rewards and reports, in JSON types.
         branches: all branches, the first one included.
     """
 
     def __init__(
-        self, prompt: Prompt, key: RequestKey, seed: int, sampling: Sampling, context: int, decode: Decode, ask: Ask
+        self,
+        prompt: Prompt,
+        key: RequestKey,
+        seed: int,
+        sampling: Sampling,
+        context: int,
+        decode: Decode,
+        ask: Ask,
     ) -> None:
         self.prompt, self.key, self.seed = prompt, key, seed
         self.sampling, self.context, self.decode = sampling, context, decode
@@ -291,15 +323,17 @@ class Conversation:
         """Let the engine continue the current branch (`Branch.sample`)."""
         return await self.branches[-1].sample(max_tokens)
 
-    def insert(self, ids: Ids | Sequence[int], room_after: int = 0, pictures: PromptPictures | None = None) -> None:
+    def insert(
+        self, ids: Ids | Sequence[int], room_after: int = 0, pictures: PromptPictures | None = None
+    ) -> None:
         """Add ids that the engine did not sample to the current branch (`Branch.insert`)."""
         self.branches[-1].insert(ids, room_after, pictures)
 
     def branch(self, prompt_ids: Ids | Sequence[int], pictures: PromptPictures | None = None) -> Branch:
         """Continue from other ids: a new branch, which is now the current one.
 
-        The rollout is a tree. Each sampled id is learned from in the branch in which it was sampled, and is context in all others.
-        An older branch can still be continued by its own methods.
+        The rollout is a tree. Each sampled id is learned from in the branch in which it was sampled, and is context
+        in all others. An older branch can still be continued by its own methods.
 
         Args:
             pictures: the pictures whose placeholders are in these ids; None: there are none.
@@ -309,7 +343,9 @@ class Conversation:
         """
         ids, own = whole_numbers(prompt_ids), self.prompt.pictures
         if pictures is None and own is not None and (ids == own.placeholder).any():
-            raise LockstepError(f"rollout {self.key}: a branch has placeholders, and its pictures are not given")
+            raise LockstepError(
+                f"rollout {self.key}: a branch has placeholders, and its pictures are not given"
+            )
         self.branches.append(Branch(self, ids, pictures))
         return self.branches[-1]
 
@@ -330,7 +366,9 @@ class Conversation:
             check_several_calls(self.sampling, f"rollout {self.key}")
             seed = derived_seed(seed, "going on")
         self._calls, self._seed_of_last_call = number + 1, seed
-        sampling = self.sampling if most == self.sampling.max_tokens else replace(self.sampling, max_tokens=most)
+        sampling = (
+            self.sampling if most == self.sampling.max_tokens else replace(self.sampling, max_tokens=most)
+        )
         own = tuple(dict.fromkeys(text for text in stop if text not in sampling.stop))
         if own:
             sampling = replace(sampling, stop=(*sampling.stop, *own))
@@ -351,7 +389,10 @@ class Conversation:
         self._left -= count
 
     def rollout(self) -> Rollout:
-        """The finished rollout, without branches in which nothing was sampled. If there is no other, its completion has no ids."""
+        """The finished rollout, without branches in which nothing was sampled.
+
+        If there is no other, its completion has no ids.
+        """
         sampled = [branch for branch in self.branches if branch.turns]
         completions = [found for branch in sampled if (found := branch.completion()) is not None]
         if not completions:

@@ -1,4 +1,5 @@
-"""From prompts to groups of rollouts: runs the programs of many rollouts at once, and keeps the engine busy with their requests.
+"""From prompts to groups of rollouts: runs the programs of many rollouts at once, and keeps the engine busy with
+their requests.
 
 Every rollout is a coroutine (`rollouts/conversation.py`). All of them run on one event loop, in a thread of the
 driver. The engine works in the calling thread: vLLM and torch then always compute in the same thread. Requests go to
@@ -29,7 +30,8 @@ from lockstep.tokens.arrays import Ids
 
 OnRollout = Callable[[Rollout], None]
 Rollouts = dict[RequestKey, Rollout]
-# Turns of the event loop in which a program reacts to an answer, if it waits for nothing else, and the seconds that they may take.
+# Turns of the event loop in which a program reacts to an answer, if it waits for nothing else, and the seconds that
+# they may take.
 _TURNS, _SETTLING = 8, 5.0
 # Seconds in which programs can end after an error.
 _ENDING = 10.0
@@ -71,7 +73,8 @@ class Driver:
     Args:
         tokenizer: decodes ids to text. It never makes ids.
         record: makes the record of one rollout (`watch/custody.py`).
-        calls: runs the calls of tools and environments that programs make; None: programs wait for nothing but the engine.
+        calls: runs the calls of tools and environments that programs make; None: programs wait for nothing but the
+            engine.
         check: raises if an answer does not fit its request (`watch/samples.py`).
     """
 
@@ -115,15 +118,16 @@ class Driver:
         The first error of a program or of the engine ends all programs of this call, and drops their requests.
 
         Args:
-            on_rollout: called with each rollout as soon as it is finished, from the thread of the programs. It must not block.
+            on_rollout: called with each rollout as soon as it is finished, from the thread of the programs. It must
+                not block.
             limit: seconds that one request may take in the engine; None: the engine's own limit.
-            patience: seconds without any request after which programs that have not ended are given up; None: the engine's own
-                limit.
+            patience: seconds without any request after which programs that have not ended are given up; None: the
+                engine's own limit.
             gate: held by whoever pushes weights meanwhile (`contract/inbox.py`).
 
         Raises:
-            InputError: a prompt is empty or does not fit into the engine's context, or the sampling settings name a token that the
-                model does not have, or more ids than the engine can take; then nothing has been started.
+            InputError: a prompt is empty or does not fit into the engine's context, or the sampling settings name a
+                token that the model does not have, or more ids than the engine can take; then nothing has been started.
             ProofError: no version is committed.
         """
         settings = self.engine.settings()
@@ -149,7 +153,9 @@ class Driver:
         async def one(start: Start) -> None:
             record = self._record()
             ask = _asking(inbox, record)
-            conversation = Conversation(start.prompt, start.key, start.seed, start.sampling, context, self._decode, ask)
+            conversation = Conversation(
+                start.prompt, start.key, start.seed, start.sampling, context, self._decode, ask
+            )
             await _followed(program, conversation)
             rollout = conversation.rollout()
             record.check(rollout)
@@ -160,7 +166,8 @@ class Driver:
                 on_rollout(rollout)
 
         programs = self.loop.start(
-            _all([one(start) for start in starts], inbox), lambda _: {start.key: found[start.key] for start in starts}
+            _all([one(start) for start in starts], inbox),
+            lambda _: {start.key: found[start.key] for start in starts},
         )
         running = Running(self.engine, inbox, programs, found)
         try:
@@ -171,7 +178,8 @@ class Driver:
         return running
 
     def _settle(self) -> None:
-        """Wait until every program has reacted to its answer, if it waits for nothing but the engine, this thread and quick tools.
+        """Wait until every program has reacted to its answer, if it waits for nothing but the engine, this thread and
+        quick tools.
 
         An error of this wait is raised. If the time limit passes, the engine goes on.
         """
@@ -188,7 +196,9 @@ class Driver:
 class Running:
     """Programs that have been started (`Driver.begin`)."""
 
-    def __init__(self, engine: Engine, inbox: Inbox, programs: Pending[None, Rollouts], found: Rollouts) -> None:
+    def __init__(
+        self, engine: Engine, inbox: Inbox, programs: Pending[None, Rollouts], found: Rollouts
+    ) -> None:
         self._engine, self._inbox, self._programs, self._found = engine, inbox, programs, found
 
     def finished(self) -> list[Rollout]:
@@ -248,7 +258,9 @@ def collect(
         InputError: a prompt does not fit the engine's context.
     """
     with Driver(engine, tokenizer, record) as driver:
-        starts = starts_for(prompts, sampling, num_generations=num_generations, run_seed=run_seed, version=version)
+        starts = starts_for(
+            prompts, sampling, num_generations=num_generations, run_seed=run_seed, version=version
+        )
         return sampled_now(driver, prompts, starts, version, program=program)
 
 
@@ -284,7 +296,8 @@ def sampled_now(
         if (completion.weight_versions != version).any():
             raise ProofError(
                 "version",
-                f"request {completion.key} has tokens sampled at versions {np.unique(completion.weight_versions).tolist()}; the "
+                f"request {completion.key} has tokens sampled at versions "
+                f"{np.unique(completion.weight_versions).tolist()}; the "
                 f"trainer last pushed {version}",
                 "another program pushed weights to the engine while it sampled",
                 "let one trainer own the engine",
@@ -298,7 +311,8 @@ def starts_for(
     """The beginning of one rollout per sample.
 
     Args:
-        version: weight version that learns from these rollouts first. Seeds depend on it, on the run, the prompt and the sample.
+        version: weight version that learns from these rollouts first. Seeds depend on it, on the run, the prompt and
+            the sample.
     """
     return [
         Start(prompt, key, request_seed(run_seed, version, key), sampling)
@@ -349,7 +363,9 @@ async def _followed(program: Program, conversation: Conversation) -> None:
         if isinstance(error, OutOfRoom):
             return
         if isinstance(error, asyncio.CancelledError) and task is not None and not task.cancelling():
-            raise LockstepError(f"the program of rollout {conversation.key} was cancelled by its own code") from error
+            raise LockstepError(
+                f"the program of rollout {conversation.key} was cancelled by its own code"
+            ) from error
         raise
     except BaseException as error:
         raise LockstepError(

@@ -83,14 +83,16 @@ class Rollout:
         completion: the first branch. Its key is the key of the rollout.
         text: the decoded ids of all branches, for reward functions and reports. It is never encoded again.
         scores: one score per reward function, by name. None: the function gave no score.
-        reward: weighted sum of the scores. NaN: there is no score, or the rollout is not scored yet. A rollout without a reward
-            is in no baseline and has no advantage. (A KL or entropy term in the loss also covers its tokens.)
+        reward: weighted sum of the scores. NaN: there is no score, or the rollout is not scored yet. A rollout
+            without a reward is in no baseline and has no advantage. (A KL or entropy term in the loss also covers its
+            tokens.)
         extra: values that reward functions logged for this rollout with `log_extra`, by column.
         further: the other branches, in the order in which they were begun.
         turns: the end of each of the engine's answers, in the order in which they came.
         notes: what the program that made the rollout kept, in JSON types: `messages` after
-            the prompt, `finish_reasons` of their assistant's turns, `prompt` if it differs from the row's, `columns` for reward
-            functions, `rewards` of an environment by its class, `failed` if an environment failed, and counts.
+            the prompt, `finish_reasons` of their assistant's turns, `prompt` if it differs from the row's, `columns`
+            for reward functions, `rewards` of an environment by its class, `failed` if an environment failed, and
+            counts.
         seal: what the loss must be computed from; None: the rollout was not made by the driver or by a `rollout_func`.
     """
 
@@ -148,7 +150,9 @@ class RolloutGroup:
     rollouts: tuple[Rollout, ...]
 
     def __post_init__(self) -> None:
-        strangers = [r.completion.key for r in self.rollouts if r.completion.key.prompt_id != self.prompt.prompt_id]
+        strangers = [
+            r.completion.key for r in self.rollouts if r.completion.key.prompt_id != self.prompt.prompt_id
+        ]
         if strangers:
             raise ValueError(f"rollout {strangers[0]} does not belong to prompt {self.prompt.prompt_id}")
 
@@ -170,7 +174,10 @@ def seal_of(rollout: Rollout, prompt: Prompt) -> Seal:
 
 
 def row_of(prompt: Prompt) -> str:
-    """Digest of a row: its prompt id, its token ids, and all of its columns. A value that is no JSON type counts with its type."""
+    """Digest of a row: its prompt id, its token ids, and all of its columns.
+
+    A value that is no JSON type counts with its type.
+    """
     columns = json.dumps(
         [prompt.source, dict(prompt.columns)], default=lambda value: type(value).__qualname__, sort_keys=True
     )
@@ -189,7 +196,8 @@ def words_of(key: RequestKey, text: str, row: str) -> str:
 def tokens_of(completion: Completion) -> tuple[str, str]:
     """Digests of one branch: of all ids and positions that its log-probs depend on, and of the engine's log-probs.
 
-    A model reads the ids up to the one that predicts the last sampled token. Each sampled token is predicted at a position.
+    A model reads the ids up to the one that predicts the last sampled token. Each sampled token is predicted at a
+    position.
     """
     places, before = completion.sampled_places, len(completion.prompt_ids)
     path = joined([completion.prompt_ids, completion.token_ids[: places[-1]]])

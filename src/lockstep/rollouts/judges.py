@@ -24,14 +24,16 @@ NO_VERDICT = -1
 class PairwiseJudge(Protocol):
     """Compares the two completions of each prompt."""
 
-    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> Sequence[int]:
+    def judge(
+        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
+    ) -> Sequence[int]:
         """Index of the better completion of each pair: 0 or 1, or −1 if the judge gives no verdict.
 
         Args:
             prompts: text of each prompt.
             completions: for each prompt, the texts of its two completions.
-            shuffle_order: whether the judge may change the order of the two internally, against a preference for one position.
-                The verdict always refers to the given order.
+            shuffle_order: whether the judge may change the order of the two internally, against a preference for one
+                position. The verdict always refers to the given order.
         """
         ...
 
@@ -49,8 +51,8 @@ def judge_pairs(
         One number per group, in order: 0 or 1, the index of the better rollout, or −1 for no verdict.
 
     Raises:
-        InputError: a group does not have two rollouts; or the judge raised, took too long, or returned a wrong number of verdicts
-            or an invalid one.
+        InputError: a group does not have two rollouts; or the judge raised, took too long, or returned a wrong number
+            of verdicts or an invalid one.
     """
     for group in groups:
         if len(group.rollouts) != 2:
@@ -80,7 +82,9 @@ def judge_pairs(
 
 def judged(group: RolloutGroup, verdict: int) -> RolloutGroup:
     """A pair with reward 1 for the better rollout and 0 for the other. Without a verdict, both scores are None."""
-    scores = [None if verdict == NO_VERDICT else float(place == verdict) for place in range(len(group.rollouts))]
+    scores = [
+        None if verdict == NO_VERDICT else float(place == verdict) for place in range(len(group.rollouts))
+    ]
     pairs = zip(group.rollouts, scores, strict=True)
     return replace(
         group,
@@ -107,7 +111,9 @@ def _verdict(name: str, value: Any) -> int:
     except TypeError:
         verdict = None
     if verdict not in (0, 1, NO_VERDICT):
-        raise InputError(f"judge {name} returned {value!r:.80}, not 0 or 1 (the better completion) or -1 (no verdict)")
+        raise InputError(
+            f"judge {name} returned {value!r:.80}, not 0 or 1 (the better completion) or -1 (no verdict)"
+        )
     return verdict
 
 
@@ -141,7 +147,9 @@ class JudgeScorer:
         # A pair with a rollout that failed has no better one.
         whole = [group for group in groups if all(rollout.failed is None for rollout in group.rollouts)]
         verdicts = dict(
-            zip((g.prompt.prompt_id for g in whole), judge_pairs(whole, self.judge, self.timeout), strict=True)
+            zip(
+                (g.prompt.prompt_id for g in whole), judge_pairs(whole, self.judge, self.timeout), strict=True
+            )
         )
         return [judged(group, verdicts.get(group.prompt.prompt_id, NO_VERDICT)) for group in groups]
 

@@ -40,14 +40,20 @@ class Ranks:
         self._limit = limit
         self.rank = dist.get_rank() if several else _OWNER
         self.count = dist.get_world_size() if several else 1
-        # A separate group. If a rank already runs the trainer's collectives, a call here times out instead of mixing with them.
+        # A separate group. If a rank already runs the trainer's collectives, a call here times out instead of mixing
+        # with them.
         with waiting("every rank to begin", limit) if several else nullcontext():
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit)) if several else None
+            self._group = (
+                dist.new_group(backend="gloo", timeout=timedelta(seconds=limit)) if several else None
+            )
         # Where models are sharded: what all ranks must do together (`shards/passes.py`).
         self.passes: Passes | None = None
 
     def share_passes(self) -> Passes:
-        """The passes of this run's sharded models. From now on, a rank that waits in a call plays along. Every rank calls this."""
+        """The passes of this run's sharded models.
+
+        From now on, a rank that waits in a call plays along. Every rank calls this.
+        """
         if self.passes is None:
             self.passes = Passes(self._limit)
         return self.passes
@@ -63,12 +69,12 @@ class Ranks:
         Args:
             name: name of the task. It must be the same on all ranks.
             offer: makes this rank's part (JSON types and arrays), or raises an error if the part is invalid.
-            work: only the owner calls it, with the parts of all ranks in the order of ranks. It returns one answer per rank, in
-                the same order (JSON types and arrays; tuples arrive as lists, arrays are read-only).
+            work: only the owner calls it, with the parts of all ranks in the order of ranks. It returns one answer
+                per rank, in the same order (JSON types and arrays; tuples arrive as lists, arrays are read-only).
 
         Raises:
-            LockstepError: on every rank, if a part was refused, if the work failed (`InputError` and `ProofError` keep their
-                type), or if a rank did not make the call within the limit.
+            LockstepError: on every rank, if a part was refused, if the work failed (`InputError` and `ProofError`
+                keep their type), or if a rank did not make the call within the limit.
         """
         if self._group is None:
             (answer,) = work([offer()])
@@ -83,12 +89,15 @@ class Ranks:
         cause = done.error or mine.error
         if outcome.failure is not None:
             if cause is not None and not isinstance(cause, LockstepError):
-                # Errors such as an interrupt or a lack of memory keep their type only on the rank on which they happened.
+                # Errors such as an interrupt or a lack of memory keep their type only on the rank on which they
+                # happened.
                 raise cause
             raise outcome.failure.rebuilt() from cause
         return outcome.value
 
-    def from_owner(self, name: str, make: Callable[[], T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> T:
+    def from_owner(
+        self, name: str, make: Callable[[], T], pack: Callable[[T], Any], unpack: Callable[[Any], T]
+    ) -> T:
         """Return the value that the owner makes on every rank. Every rank must make this call.
 
         Args:
@@ -139,7 +148,9 @@ class Ranks:
         except BaseException as error:  # noqa: BLE001 - raised again by `call`, once the others have been told
             return _Tried(_Outcome(name, None, _Failure.of(error, self.rank)), error)
 
-    def _answers(self, name: str, parts: Sequence[_Outcome], work: Callable[[Sequence[Any]], Sequence[Any]]) -> list:
+    def _answers(
+        self, name: str, parts: Sequence[_Outcome], work: Callable[[Sequence[Any]], Sequence[Any]]
+    ) -> list:
         """Run the owner's work after every part has arrived."""
         failures = [part.failure for part in parts if part.failure is not None]
         for failure in sorted(failures, key=lambda f: f.kind == "broken"):
@@ -147,7 +158,8 @@ class Ranks:
         odd = [(rank, part.name) for rank, part in enumerate(parts) if part.name != name]
         if odd:
             raise LockstepError(
-                f"rank {self.rank} is at {name!r} and rank {odd[0][0]} at {odd[0][1]!r}: every rank must make the same calls"
+                f"rank {self.rank} is at {name!r} and rank {odd[0][0]} at {odd[0][1]!r}: every rank must make "
+                f"the same calls"
             )
         answers = list(work([part.value for part in parts]))
         if len(answers) != self.count:
@@ -165,7 +177,8 @@ class Ranks:
 
     def _scattered(self, done: _Outcome) -> _Outcome:
         frames = self._frames(done.name, self._outcomes(done)) if self.owner else []
-        # The size of each rank's answer. An answer that all ranks share is broadcast; then all sizes but the first are 0.
+        # The size of each rank's answer. An answer that all ranks share is broadcast; then all sizes but the first
+        # are 0.
         sizes = torch.tensor([len(frame) for frame in frames] + [0] * (self.count - len(frames)))
         dist.broadcast(sizes, _OWNER, group=self._group)
         width = int(sizes.max())
@@ -203,15 +216,21 @@ class Ranks:
             # gloo has no separate error type for a peer that is late or gone.
             said = str(error).partition(". This is typically")[0].strip()[-160:]
             raise LockstepError(
-                f"rank {self.rank} waited at {name!r} for {whom}, which is gone or did not come within {self._limit:.0f} s "
-                f"({said}); look at the other ranks' output, and check that all ranks make the same calls (a loop over tools must "
+                f"rank {self.rank} waited at {name!r} for {whom}, which is gone or did not come within "
+                f"{self._limit:.0f} s "
+                f"({said}); look at the other ranks' output, and check that all ranks make the same calls (a "
+                f"loop over tools must "
                 "not end earlier on some ranks)"
             ) from error
 
 
 def _padded(frame: bytearray, width: int) -> torch.Tensor:
     found = torch.frombuffer(frame, dtype=torch.uint8)
-    return found if len(frame) == width else torch.cat([found, torch.zeros(width - len(frame), dtype=torch.uint8)])
+    return (
+        found
+        if len(frame) == width
+        else torch.cat([found, torch.zeros(width - len(frame), dtype=torch.uint8)])
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +250,13 @@ class _Failure:
         if isinstance(error, ProofError):
             return cls(rank, "proof", error.fields())
         if isinstance(error, LockstepError):
-            kind = "input" if isinstance(error, InputError) else "broken" if isinstance(error, BrokenPass) else "other"
+            kind = (
+                "input"
+                if isinstance(error, InputError)
+                else "broken"
+                if isinstance(error, BrokenPass)
+                else "other"
+            )
             return cls(rank, kind, (str(error),))
         return cls(rank, "other", (f"{type(error).__name__}: {str(error).strip()[:600]}",))
 
@@ -272,7 +297,9 @@ class _Outcome:
         found = decode(frame.numpy())
         failure = found["failure"]
         return cls(
-            found["name"], found["value"], failure and _Failure(**{**failure, "fields": tuple(failure["fields"])})
+            found["name"],
+            found["value"],
+            failure and _Failure(**{**failure, "fields": tuple(failure["fields"])}),
         )
 
 

@@ -17,7 +17,8 @@ from lockstep.errors import EngineLost, LockstepError
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# How often one piece of work may lose its engine. Without a bound, work that kills the engine would be repeated forever.
+# How often one piece of work may lose its engine. Without a bound, work that kills the engine would be repeated
+# forever.
 _LOSSES = 4
 
 
@@ -51,4 +52,6 @@ class Recovery:
             _logger.warning(
                 f"the engine answers again after {time.monotonic() - start:.0f} s; giving it the weights again"
             )
-        raise LockstepError(f"the engine was lost {_LOSSES} times in one piece of work, the last time: {lost}")
+        raise LockstepError(
+            f"the engine was lost {_LOSSES} times in one piece of work, the last time: {lost}"
+        )

@@ -51,7 +51,18 @@ from lockstep.threads import (
 from lockstep.tokens.chat import load_tokenizer
 
 # Names that a log line already has. A reward function that used one would hide the trainer's value.
-_TAKEN = ("loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "entropy", "kl", "aux_loss", "step_time")
+_TAKEN = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "epoch",
+    "step",
+    "num_tokens",
+    "entropy",
+    "kl",
+    "aux_loss",
+    "step_time",
+)
 _TAKEN_FAMILIES = (
     *(
         "parity/",
@@ -88,7 +99,9 @@ class RewardLog:
         except (TypeError, ValueError) as error:
             raise InputError(f"log_metric: {name} is {value!r:.80}, not a number") from error
         if not math.isfinite(number):
-            raise InputError(f"log_metric: {name} is {number}, not a finite number; leave the call out instead")
+            raise InputError(
+                f"log_metric: {name} is {number}, not a finite number; leave the call out instead"
+            )
         self._values.setdefault(name, []).append(number)
 
     def values(self) -> dict[str, list[float]]:
@@ -111,7 +124,9 @@ class RewardLog:
         """
         clash = sorted(set(self._values) & set(own))
         if clash:
-            raise InputError(f"log_metric: {clash[0]!r} is a metric of the trainer's own; choose another name")
+            raise InputError(
+                f"log_metric: {clash[0]!r} is a metric of the trainer's own; choose another name"
+            )
         means = {name: sum(values) / len(values) for name, values in self._values.items()}
         self._values.clear()
         return means
@@ -136,7 +151,9 @@ class Extras:
         """
         kept = list(values)
         if len(kept) != self._count:
-            raise InputError(f"log_extra: column {column!r} has {len(kept)} values for {self._count} completions")
+            raise InputError(
+                f"log_extra: column {column!r} has {len(kept)} values for {self._count} completions"
+            )
         self._columns[str(column)] = kept
 
     def of(self, position: int) -> dict[str, Any]:
@@ -246,7 +263,9 @@ def reward_scorer(
     # Before a reward model is loaded.
     check_weights(weighted, len(entries))
     functions = (
-        reward_functions(entries, processing_classes, chat_template_kwargs=chat_template_kwargs, device=device)
+        reward_functions(
+            entries, processing_classes, chat_template_kwargs=chat_template_kwargs, device=device
+        )
         if entries
         else []
     )
@@ -275,25 +294,29 @@ def reward_functions(
     """Reward functions from a mixed list, in its order.
 
     Args:
-        given: one or several of: a function; a loaded sequence classifier with one output; a directory or hub id of one.
-        processing_classes: tokenizers of the reward models: one per entry of `given` (None for functions, and for a model's own
-            tokenizer), or a single one if `given` is one entry.
+        given: one or several of: a function; a loaded sequence classifier with one output; a directory or hub id of
+            one.
+        processing_classes: tokenizers of the reward models: one per entry of `given` (None for functions, and for a
+            model's own tokenizer), or a single one if `given` is one entry.
         chat_template_kwargs: arguments for the chat templates of reward models.
         device: device for models that are loaded here. A model that is given loaded stays on its device.
 
     Raises:
-        InputError: there is no entry, an entry is none of these, a model is not a reward model or has no tokenizer, or the
-            number of tokenizers differs from the number of entries.
+        InputError: there is no entry, an entry is none of these, a model is not a reward model or has no tokenizer,
+            or the number of tokenizers differs from the number of entries.
     """
     entries = entries_of(given)
     if not entries:
         raise InputError("no reward function given")
     tokenizers: list[Any] = [None] * len(entries)
     if processing_classes is not None:
-        tokenizers = list(processing_classes) if isinstance(processing_classes, list | tuple) else [processing_classes]
+        tokenizers = (
+            list(processing_classes) if isinstance(processing_classes, list | tuple) else [processing_classes]
+        )
     if len(tokenizers) != len(entries):
         raise InputError(
-            f"reward_processing_classes has {len(tokenizers)} entries for {len(entries)} reward functions; the numbers must match: "
+            f"reward_processing_classes has {len(tokenizers)} entries for {len(entries)} reward functions; "
+            f"the numbers must match: "
             "give one per entry, None for functions"
         )
     _check_kinds(entries)
@@ -311,7 +334,8 @@ def _check_kinds(entries: list[Any]) -> None:
         module = isinstance(entry, torch.nn.Module) and not isinstance(entry, PreTrainedModel)
         if module or not (isinstance(entry, str | PreTrainedModel) or callable(entry)):
             raise InputError(
-                f"reward function {entry!r:.80} ({type(entry).__name__}) is neither a function nor a reward model (a transformers "
+                f"reward function {entry!r:.80} ({type(entry).__name__}) is neither a function nor a reward "
+                f"model (a transformers "
                 "sequence classifier, its directory or its hub id)"
             )
 
@@ -328,7 +352,9 @@ def _reward_model(
         tokenizer = tokenizer if tokenizer is not None else load_tokenizer(path)
         model = load_reward_model(path)
         return RewardModel(
-            model.to(device) if device is not None else model, tokenizer, chat_template_kwargs=chat_template_kwargs
+            model.to(device) if device is not None else model,
+            tokenizer,
+            chat_template_kwargs=chat_template_kwargs,
         )
     if tokenizer is None:
         name = entry.config._name_or_path
@@ -349,7 +375,9 @@ def call_functions(
     own: Sequence[str] = (),
     environment_of: EnvironmentOf | None = None,
 ) -> list[RolloutGroup]:
-    """Scores of any part of the groups, without rewards. A returned NaN stays NaN. Functions do not get rollouts that failed.
+    """Scores of any part of the groups, without rewards.
+
+    A returned NaN stays NaN. Functions do not get rollouts that failed.
 
     Args:
         own, environment_of: as in `RewardScorer`.
@@ -357,7 +385,9 @@ def call_functions(
     Raises:
         InputError: a function raised, or returned a wrong number of scores or values that are not numbers.
     """
-    finished = [(group.prompt, rollout) for group in groups for rollout in group.rollouts if rollout.failed is None]
+    finished = [
+        (group.prompt, rollout) for group in groups for rollout in group.rollouts if rollout.failed is None
+    ]
     extras = Extras(len(finished))
     log_metric = (log if log is not None else RewardLog()).log_metric
     arguments = _arguments(finished) | {
@@ -372,10 +402,13 @@ def call_functions(
     plain = {i: _call(f, arguments, timeout) for i, f in asked if not is_coroutine_function(f)}
     pending = {i: f for i, f in asked if i not in plain}
     called = ", ".join(reward_name(function) for function in pending.values())
-    answers = plain | (run_coroutine(_call_all(pending, arguments, timeout), timeout, called) if pending else {})
+    answers = plain | (
+        run_coroutine(_call_all(pending, arguments, timeout), timeout, called) if pending else {}
+    )
     names = _unique([*(reward_name(function) for function in functions), *own])
     columns = {
-        name: _checked(name, answers.get(i, []), len(finished)) for i, name in enumerate(names[: len(functions)])
+        name: _checked(name, answers.get(i, []), len(finished))
+        for i, name in enumerate(names[: len(functions)])
     }
     for name, title in zip(names[len(functions) :], own, strict=True):
         columns[name] = [rollout.notes.get("rewards", {}).get(title) for _, rollout in finished]
@@ -396,7 +429,9 @@ def weigh_scores(groups: Sequence[RolloutGroup], weights: Sequence[float]) -> li
     weighed = [
         replace(
             group,
-            rollouts=tuple(_weighed(rollout, dict(zip(names, weights, strict=True))) for rollout in group.rollouts),
+            rollouts=tuple(
+                _weighed(rollout, dict(zip(names, weights, strict=True))) for rollout in group.rollouts
+            ),
         )
         for group in groups
     ]
@@ -466,13 +501,17 @@ def _own_lists(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, list) else value for name, value in arguments.items()}
 
 
-async def _call_all(functions: dict[int, RewardFunction], arguments: dict[str, Any], timeout: float) -> dict[int, Any]:
+async def _call_all(
+    functions: dict[int, RewardFunction], arguments: dict[str, Any], timeout: float
+) -> dict[int, Any]:
     async def one(function: RewardFunction) -> Any:
         try:
             with waiting(f"reward function {reward_name(function)}", timeout):
                 return await asyncio.wait_for(_awaited(function, arguments), timeout)
         except TimeoutError as error:
-            raise InputError(f"reward function {reward_name(function)} took longer than {timeout:g} s") from error
+            raise InputError(
+                f"reward function {reward_name(function)} took longer than {timeout:g} s"
+            ) from error
 
     answers = await asyncio.gather(*(one(function) for function in functions.values()))
     return dict(zip(functions, answers, strict=True))
@@ -498,7 +537,9 @@ def _raised(function: RewardFunction, error: BaseException, arguments: Mapping[s
     elif isinstance(error, TypeError):
         example = "def reward(completions, **kwargs)"
         advice = not_callable_by_name(function, arguments, "reward functions", example)
-    return RewardRaised(f"reward function {reward_name(function)} raised {type(error).__name__}: {error}{advice}")
+    return RewardRaised(
+        f"reward function {reward_name(function)} raised {type(error).__name__}: {error}{advice}"
+    )
 
 
 def _how_to_use_a_signal(function: RewardFunction) -> str:
@@ -508,12 +549,14 @@ def _how_to_use_a_signal(function: RewardFunction) -> str:
     )
     if is_coroutine_function(function):
         return (
-            f"; only the main thread handles signals, and coroutine functions run in a loop beside it: make it a plain function, "
+            f"; only the main thread handles signals, and coroutine functions run in a loop beside it: make "
+            f"it a plain function, "
             f"{without}"
         )
     if threading.current_thread() is threading.main_thread():
         return (
-            f"; only the main thread handles signals, and the function has started a thread: call it there, {without}"
+            f"; only the main thread handles signals, and the function has started a thread: call it "
+            f"there, {without}"
         )
     return (
         "; only the main thread handles signals: leave out max_staleness together with environments, and start "

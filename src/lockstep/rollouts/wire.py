@@ -41,7 +41,11 @@ Pair = tuple[PromptPictures | None, PromptPictures | None]
 
 def picture_to_wire(picture: Picture) -> dict[str, Any]:
     """The pixels of one picture, with what they say of its place in a prompt."""
-    return {"pixel_values": picture.pixel_values.numpy(), "grid": picture.grid.numpy(), "tokens": picture.tokens}
+    return {
+        "pixel_values": picture.pixel_values.numpy(),
+        "grid": picture.grid.numpy(),
+        "tokens": picture.tokens,
+    }
 
 
 def picture_from_wire(data: Mapping[str, Any]) -> Picture:
@@ -136,7 +140,9 @@ def groups_to_wire(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     branches = [completion for rollout in rollouts for completion in rollout.branches]
     masks = [c.sampled for c in branches if c.sampled is not None]
     # A first branch usually has the prompt of the data set. Every other prompt is sent.
-    own = [c is not r.completion or not np.array_equal(c.prompt_ids, p.ids) for p, r in pairs for c in r.branches]
+    own = [
+        c is not r.completion or not np.array_equal(c.prompt_ids, p.ids) for p, r in pairs for c in r.branches
+    ]
     prompts = [c.prompt_ids for c, is_own in zip(branches, own, strict=True) if is_own]
     notes = [dict(rollout.notes) for rollout in rollouts]
     _check_json(notes, "conversation.notes")
@@ -194,7 +200,9 @@ def groups_from_wire(data: Mapping[str, Any], prompts: Sequence[Prompt]) -> list
 
 
 def _kept_to_wire(kept: Sequence[KeptIds | None]) -> dict[str, Any]:
-    """The number of sets of each completion (None: it has none), and the sets of all completions, one after the other."""
+    """The number of sets of each completion (None: it has none), and the sets of all completions, one after the
+    other.
+    """
     found = [sets for sets in kept if sets is not None]
     whole = joined_kept_ids(found) if found else None
     return {
@@ -222,11 +230,15 @@ def _rollouts(data: Mapping[str, Any], prompts: Sequence[Prompt]) -> Iterator[Ro
     masks = iter(cut(data["sampled"], lengths[masked]))
     own_prompts = iter(cut(data["prompt_ids"], data["prompt_lengths"]))
     columns = zip(*(cut(data[name], lengths) for name in _COLUMNS), strict=True)
-    owns = [prompt.pictures for prompt, count in zip(prompts, data["branches"], strict=True) for _ in range(count)]
+    owns = [
+        prompt.pictures for prompt, count in zip(prompts, data["branches"], strict=True) for _ in range(count)
+    ]
     rest = zip(masked.tolist(), _kept_from_wire(data), pictures_from_wire(data, owns), columns, strict=True)
     branches = zip(data["calls"], data["finish_reasons"], data["own_prompts"], rest, strict=True)
     names = ("samples", "texts", "turns", "notes", "seals", "branches")
-    for prompt, sample, text, turns, notes, seal, count in zip(prompts, *(data[name] for name in names), strict=True):
+    for prompt, sample, text, turns, notes, seal, count in zip(
+        prompts, *(data[name] for name in names), strict=True
+    ):
         own: list[Completion] = []
         for call, reason, has_prompt, more in itertools.islice(branches, count):
             has_mask, sets, shown, (ids, logprobs, versions) = more
@@ -246,7 +258,11 @@ def _rollouts(data: Mapping[str, Any], prompts: Sequence[Prompt]) -> Iterator[Ro
 
 
 def _seal_from(data: Any) -> Seal | None:
-    return None if data is None else Seal(data[0], {name: (ids, logps) for name, (ids, logps) in data[1].items()})
+    return (
+        None
+        if data is None
+        else Seal(data[0], {name: (ids, logps) for name, (ids, logps) in data[1].items()})
+    )
 
 
 def scores_to_wire(groups: Sequence[RolloutGroup]) -> dict[str, dict[str, Any]]:
@@ -294,7 +310,9 @@ def _check_json(values: Any, what: str) -> None:
         ) from error
 
 
-_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int64", "int32", "float32", "float64", "bool")}
+_DTYPES = {
+    name: np.dtype(name).newbyteorder("<") for name in ("int64", "int32", "float32", "float64", "bool")
+}
 # The header's length comes before the header. Arrays also begin at multiples of this size, so that they need no copy.
 _WORD = 8
 
@@ -340,7 +358,8 @@ def decode(frame: bytes | bytearray | memoryview | np.ndarray) -> Any:
         return _decoded(memoryview(frame).toreadonly())  # type: ignore[arg-type]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LockstepError(
-            f"a message between ranks is malformed ({str(error)[:200]}): every rank must run the same version of Lockstep"
+            f"a message between ranks is malformed ({str(error)[:200]}): every rank must run the same version "
+            f"of Lockstep"
         ) from error
 
 
@@ -387,7 +406,11 @@ def _decoded(frame: memoryview) -> Any:
 
 def _array(data: memoryview, name: Any, shape: Any, offset: Any, expected: int) -> np.ndarray:
     sizes = [*shape, offset]
-    if name not in _DTYPES or offset != expected or not all(type(size) is int and size >= 0 for size in sizes):
+    if (
+        name not in _DTYPES
+        or offset != expected
+        or not all(type(size) is int and size >= 0 for size in sizes)
+    ):
         raise ValueError(f"an array of {name!r:.40} {shape!r:.40} at {offset!r:.40}")
     count = math.prod(shape)
     found = np.frombuffer(data, _DTYPES[name], count, offset) if count else np.empty(0, _DTYPES[name])

@@ -64,7 +64,8 @@ def start_engine(
     policy: PreTrainedModel,
     ranks: int = 1,
 ) -> Engine:
-    """Start vLLM in this process, connect to servers in server mode, or start the transformers engine where vLLM is missing.
+    """Start vLLM in this process, connect to servers in server mode, or start the transformers engine where vLLM is
+    missing.
 
     Args:
         policy: the trained model.
@@ -128,7 +129,8 @@ def _arguments_of(config: OnlineConfig, further: Mapping[str, Any]) -> dict[str,
 def check_engine_arguments(config: OnlineConfig, model: str) -> None:
     """Let vLLM build its settings from `vllm_engine_kwargs`, before a model is loaded.
 
-    The longest sequence is not known yet. What vLLM refuses both for the shortest that is possible and for the longest is wrong.
+    The longest sequence is not known yet. What vLLM refuses both for the shortest that is possible and for the
+    longest is wrong.
 
     Args:
         model: name, directory or hub id.
@@ -136,7 +138,9 @@ def check_engine_arguments(config: OnlineConfig, model: str) -> None:
     Raises:
         InputError: vLLM cannot use a value.
     """
-    if not config.vllm_engine_kwargs or not (vllm_installed() if config.use_vllm is None else config.use_vllm):
+    if not config.vllm_engine_kwargs or not (
+        vllm_installed() if config.use_vllm is None else config.use_vllm
+    ):
         return
     path = resolve_model(model)
     try:
@@ -173,8 +177,8 @@ def refuse_before_loading(config: OnlineConfig, model: str) -> None:
         model: name, directory or hub id.
 
     Raises:
-        InputError: the engine will be vLLM, and the model is of a family that vLLM runs differently; or already the shortest
-            prompts make sequences whose positions the engine would encode differently (`check_positions`).
+        InputError: the engine will be vLLM, and the model is of a family that vLLM runs differently; or already the
+            shortest prompts make sequences whose positions the engine would encode differently (`check_positions`).
     """
     elsewhere = config.vllm_mode == "server"
     on_vllm = elsewhere or (vllm_installed() if config.use_vllm is None else config.use_vllm)
@@ -190,7 +194,9 @@ def refuse_before_loading(config: OnlineConfig, model: str) -> None:
     longest = config.completion_limit + 1
     if on_vllm and not elsewhere:
         longest = config.context_limit or longest + 1
-    check_positions(found.get_text_config(), min(longest, context_length(found) or longest), by_capacity=on_vllm)
+    check_positions(
+        found.get_text_config(), min(longest, context_length(found) or longest), by_capacity=on_vllm
+    )
 
 
 def check_beside_ranks(ranks: int, workers: int, size_field: str, mode_field: str) -> None:
@@ -206,14 +212,18 @@ def check_beside_ranks(ranks: int, workers: int, size_field: str, mode_field: st
     """
     if workers == 1:
         raise InputError(
-            f"{ranks} trainer processes: vLLM in one of them would wait for the others in their process group. Set {size_field}: "
-            f"{ranks}, which splits one engine over {ranks} devices in processes of its own; or start 'lockstep serve MODEL' and "
+            f"{ranks} trainer processes: vLLM in one of them would wait for the others in their process "
+            f"group. Set {size_field}: "
+            f"{ranks}, which splits one engine over {ranks} devices in processes of its own; or start "
+            f"'lockstep serve MODEL' and "
             f"set {mode_field}: server"
         )
     if workers != ranks:
         _logger.warning(
-            f"{ranks} trainer processes share one engine, which is split over {workers} devices ({size_field}). It is slower, and "
-            f"leaves devices idle, if these numbers differ; several engines need 'lockstep serve' and {mode_field}: server"
+            f"{ranks} trainer processes share one engine, which is split over {workers} devices "
+            f"({size_field}). It is slower, and "
+            f"leaves devices idle, if these numbers differ; several engines need 'lockstep serve' and "
+            f"{mode_field}: server"
         )
 
 
@@ -278,7 +288,8 @@ def start_here(
             return VLLMInProcess(model_path, **vllm_arguments, **common)
     if vllm_arguments.get("tensor_parallel_size", 1) > 1 or vllm_arguments.get("sleep_level"):
         raise InputError(
-            "vLLM is not installed here, and only vLLM can be split over devices or sleep: leave the tensor parallel size and "
+            "vLLM is not installed here, and only vLLM can be split over devices or sleep: leave the tensor "
+            "parallel size and "
             "sleep mode out"
         )
     why = "use_vllm is false" if use_vllm is False else "vLLM is not installed here"
@@ -337,7 +348,8 @@ def shake_hands(
     path = None if isinstance(engine, VLLMServer) else model_path
     if scores_first and isinstance(engine, VLLMServer) and not engine.scores_first:
         raise InputError(
-            "max_staleness needs a server that answers a proof before what waits to be generated: start it with 'lockstep serve "
+            "max_staleness needs a server that answers a proof before what waits to be generated: start it "
+            "with 'lockstep serve "
             "MODEL', or with --scheduling-policy priority"
         )
     expected = expected_settings(
@@ -349,8 +361,8 @@ def shake_hands(
 def check_directory(path: str, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
     """Refuse settings for which vLLM uses the tokenizer of its model directory, if the trainer was given another one.
 
-    Every request names its end tokens. But vLLM searches stop strings in a text that it decodes itself, and a grammar and the
-    smallest length treat the end tokens of its directory as ends.
+    Every request names its end tokens. But vLLM searches stop strings in a text that it decodes itself, and a grammar
+    and the smallest length treat the end tokens of its directory as ends.
 
     Args:
         path: the model directory.
@@ -364,15 +376,19 @@ def check_directory(path: str, tokenizer: PreTrainedTokenizerBase, sampling: Sam
     if not (texts or ends):
         return
     of_directory = load_tokenizer(path)
-    advice = "save the tokenizer and the generation config into a copy of the model's directory, and train that"
+    advice = (
+        "save the tokenizer and the generation config into a copy of the model's directory, and train that"
+    )
     if texts and (other := set(tokenizer.get_vocab().items()) ^ set(of_directory.get_vocab().items())):
         raise InputError(
-            f"{texts[0]} is set, which vLLM applies with the tokenizer of {path}; {min(other)[0]!r} is another token there than in "
+            f"{texts[0]} is set, which vLLM applies with the tokenizer of {path}; {min(other)[0]!r} is "
+            f"another token there than in "
             f"processing_class: {advice}"
         )
     if ends and (other_ends := directory_end_ids(path, of_directory) - set(sampling.end_ids)):
         raise InputError(
-            f"{ends[0]} is set, for which vLLM also takes the end tokens of {path}; {sorted(other_ends)} do not end a completion "
+            f"{ends[0]} is set, for which vLLM also takes the end tokens of {path}; {sorted(other_ends)} do "
+            f"not end a completion "
             f"in training: {advice}"
         )
 
@@ -380,9 +396,9 @@ def check_directory(path: str, tokenizer: PreTrainedTokenizerBase, sampling: Sam
 def check_positions(config: PreTrainedConfig, longest: int, *, by_capacity: bool) -> None:
     """Refuse sequences whose positions engine and trainer would encode differently.
 
-    A model with longrope has other factors for sequences that are longer than its original context. The trainer knows the whole
-    sequence. If vLLM was started for longer sequences, it uses the other factors for all sequences. The transformers engine begins
-    a completion with the one kind and ends it with the other.
+    A model with longrope has other factors for sequences that are longer than its original context. The trainer knows
+    the whole sequence. If vLLM was started for longer sequences, it uses the other factors for all sequences. The
+    transformers engine begins a completion with the one kind and ends it with the other.
 
     Args:
         config: of the language model.
@@ -390,23 +406,33 @@ def check_positions(config: PreTrainedConfig, longest: int, *, by_capacity: bool
         by_capacity: whether `longest` is what vLLM was started for.
 
     Raises:
-        InputError: `longest` is above the original context; or vLLM scales the rotation by a field that transformers does not read.
+        InputError: `longest` is above the original context; or vLLM scales the rotation by a field that transformers
+            does not read.
     """
     for rope in _ropes(config):
         border = int(
-            rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None) or longest
+            rope.get("original_max_position_embeddings")
+            or getattr(config, "max_position_embeddings", None)
+            or longest
         )
         if rope.get("rope_type") == "longrope" and longest > border:
-            how = f"vLLM takes sequences of {longest} tokens" if by_capacity else f"sequences may have {longest} tokens"
+            how = (
+                f"vLLM takes sequences of {longest} tokens"
+                if by_capacity
+                else f"sequences may have {longest} tokens"
+            )
             raise InputError(
-                f"this model's positions (longrope) have other factors in sequences of more than {border} tokens, and {how}: "
-                f"engine and trainer would use different ones. Set vllm_max_model_length to {border} or less (a server: "
+                f"this model's positions (longrope) have other factors in sequences of more than {border} "
+                f"tokens, and {how}: "
+                f"engine and trainer would use different ones. Set vllm_max_model_length to {border} or less "
+                f"(a server: "
                 "--max-model-len)"
             )
         others = {"alpha", "max_trained_positions"} & rope.keys()
         if rope.get("rope_type") == "dynamic" and by_capacity and others:
             raise InputError(
-                f"vLLM computes this model's positions (dynamic) with {min(others)}, which transformers does not read: set "
+                f"vLLM computes this model's positions (dynamic) with {min(others)}, which transformers does "
+                f"not read: set "
                 "use_vllm to false"
             )
 
@@ -421,8 +447,8 @@ def _check_runnable(model: PreTrainedModel, longest: int) -> None:
     """Refuse models that vLLM 0.32 does not compute or load as transformers 5 does (`make families`).
 
     Raises:
-        InputError: the model's experts are laid out in a way that cannot be sent, it is a Cohere2 with sequences longer than its
-            window, or its head is another tensor than the embedding although its config ties them.
+        InputError: the model's experts are laid out in a way that cannot be sent, it is a Cohere2 with sequences
+            longer than its window, or its head is another tensor than the embedding although its config ties them.
     """
     inner = causal_model(model)
     checkpoint_tensors(inner)
@@ -430,13 +456,15 @@ def _check_runnable(model: PreTrainedModel, longest: int) -> None:
     ties = getattr(inner.config, "tie_word_embeddings", False)
     if ties and inner._tied_weights_keys and not inner.all_tied_weights_keys:
         raise InputError(
-            "the config ties the head to the embedding (tie_word_embeddings), and the files have another head: transformers "
+            "the config ties the head to the embedding (tie_word_embeddings), and the files have another "
+            "head: transformers "
             "computes with that head, and vLLM with the embedding. Set tie_word_embeddings to false in config.json"
         )
     window = getattr(config, "sliding_window", None)
     if config.model_type == "cohere2" and window is not None and window < longest:
         raise InputError(
-            f"Cohere2 attends within {window} tokens in some layers; vLLM lets them see one token more than transformers does, and "
+            f"Cohere2 attends within {window} tokens in some layers; vLLM lets them see one token more than "
+            f"transformers does, and "
             f"sequences may have {longest} tokens: set vllm_max_model_length to {window} or less"
         )
 
@@ -496,7 +524,9 @@ class ServerChanges:
             for url in healthy:
                 self._try(url, wanted, version)
             for url in set(absent) - set(healthy):
-                self._tell(f"the server at {url} does not answer; it joins the run when it does", _logger.info)
+                self._tell(
+                    f"the server at {url} does not answer; it joins the run when it does", _logger.info
+                )
             # What had to stay until another server has joined.
             self._leave(wanted)
         left, self._engine.servers.left = self._engine.servers.left, {}

@@ -87,7 +87,9 @@ class TrainingLoop:
         self.ranks, self.clock, self.log, self.watch = ranks, clock, log, watch
         self.generation: Generation | None = None
         self._step: OptimizerStep | None = None
-        self._unscored = UnscoredGenerations(self.config.max_unscored_generations, source.alarms, owner=ranks.owner)
+        self._unscored = UnscoredGenerations(
+            self.config.max_unscored_generations, source.alarms, owner=ranks.owner
+        )
 
     # ---- one micro-batch --------------------------------------------------------------------------------------------
 
@@ -107,7 +109,8 @@ class TrainingLoop:
         if generation is None or generation.prompt_ids != tuple(p.prompt_id for p in batch.prompts):
             raise InputError(
                 f"the checkpoint of step {self.state().global_step} is inside a generation of "
-                f"{self.config.optimizer_steps_per_generation} steps: no run can go on from it; rename it to go on from the one "
+                f"{self.config.optimizer_steps_per_generation} steps: no run can go on from it; rename it to "
+                f"go on from the one "
                 "before"
             )
         per_step = self.config.gradient_accumulation_steps
@@ -135,32 +138,41 @@ class TrainingLoop:
         self.generation = generation
         self._count_tokens(generation)
         self.order.note(number, groups)
-        self.log.note(self.source.metrics(groups, version) | self._unscored.note(groups) | self.order.metrics())
+        self.log.note(
+            self.source.metrics(groups, version) | self._unscored.note(groups) | self.order.metrics()
+        )
         self.watch.prepared(generation, scored, sequences)
         return generation
 
     def policy_logps(self) -> Scores:
         """The policy's log-probs of the current generation before its first step, by name of the branch.
 
-        If no pass has scored the generation before its first step, those of branches that another rank has learned from, or that
-        were left aside, are missing.
+        If no pass has scored the generation before its first step, those of branches that another rank has learned
+        from, or that were left aside, are missing.
         """
         if self.generation is None:
             return {}
         scored = {
-            s.name: s.old_logps for batch in self.generation.micro_batches for s in batch if s.old_logps is not None
+            s.name: s.old_logps
+            for batch in self.generation.micro_batches
+            for s in batch
+            if s.old_logps is not None
         }
         return {**(self._step.logps() if self._step is not None else {}), **scored}
 
     def rollout(
-        self, prompts: Sequence[Prompt], num_generations: int, ahead: Sequence[tuple[int, Sequence[Prompt]]] = ()
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        ahead: Sequence[tuple[int, Sequence[Prompt]]] = (),
     ) -> list[RolloutGroup]:
         """Push the policy's weights, sample completions and score them. Every rank calls.
 
         Args:
             num_generations: completions per prompt.
-            ahead: generations by number, with their prompts, that the engine is to work on from now on; the first is this one.
-                Its tokens may be up to `max_staleness` versions old. Empty: the policy as it is now samples every token.
+            ahead: generations by number, with their prompts, that the engine is to work on from now on; the first is
+                this one. Its tokens may be up to `max_staleness` versions old. Empty: the policy as it is now samples
+                every token.
 
         Raises:
             ProofError: trainer and engine do not agree.
@@ -221,10 +233,15 @@ class TrainingLoop:
         return self.config.gradient_accumulation_steps * self.ranks.count
 
     def _generations_ahead(self) -> list[tuple[int, list[Prompt]]]:
-        """The current generation and the later ones that the engine already samples; empty where it samples none ahead."""
+        """The current generation and the later ones that the engine already samples; empty where it samples none
+        ahead.
+        """
         if not self.config.generations_ahead:
             return []
-        first, last = self.generation_number, (self.state().max_steps - 1) // self.config.optimizer_steps_per_generation
+        first, last = (
+            self.generation_number,
+            (self.state().max_steps - 1) // self.config.optimizer_steps_per_generation,
+        )
         last = min(first + self.config.generations_ahead, last)
         return list(generations_from(self.order, self.prompts, first, last))
 

@@ -25,11 +25,11 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Rewards and lengths of scored groups.
 
     Returns:
-        `reward`, `reward_std` (over all rollouts with a reward) and `frac_reward_zero_std` (share of groups whose rewards are all
-        equal), all three only where a rollout has a reward; `rewards/unscored` (number of rollouts without a reward; only where
-        there are some); `rewards/<function>/mean` and `/std` over the rollouts that the function scored, if there are some, and
-        `/unscored`, the number of the others, if there are some; `completions/…` lengths in sampled tokens, and
-        `completions/clipped_ratio` by the engine's finish reason.
+        `reward`, `reward_std` (over all rollouts with a reward) and `frac_reward_zero_std` (share of groups whose
+        rewards are all equal), all three only where a rollout has a reward; `rewards/unscored` (number of rollouts
+        without a reward; only where there are some); `rewards/<function>/mean` and `/std` over the rollouts that the
+        function scored, if there are some, and `/unscored`, the number of the others, if there are some;
+        `completions/…` lengths in sampled tokens, and `completions/clipped_ratio` by the engine's finish reason.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     by_group = [group.given_rewards for group in groups]
@@ -44,7 +44,9 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     if len(rewards) < len(rollouts):
         metrics["rewards/unscored"] = float(len(rollouts) - len(rewards))
     for name in rollouts[0].scores:
-        given = torch.tensor([r.scores[name] for r in rollouts if r.scores[name] is not None], dtype=torch.float64)
+        given = torch.tensor(
+            [r.scores[name] for r in rollouts if r.scores[name] is not None], dtype=torch.float64
+        )
         if len(given):
             metrics |= {f"rewards/{name}/mean": float(given.mean()), f"rewards/{name}/std": _std(given)}
         if len(given) < len(rollouts):
@@ -53,8 +55,12 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
-    """`staleness/mean` and `/max` of the sampled tokens, in weight versions, and `staleness/fresh`, the share of those at 0."""
-    versions = np.concatenate([c.sampled_versions for group in groups for r in group.rollouts for c in r.branches])
+    """`staleness/mean` and `/max` of the sampled tokens, in weight versions, and `staleness/fresh`, the share of
+    those at 0.
+    """
+    versions = np.concatenate(
+        [c.sampled_versions for group in groups for r in group.rollouts for c in r.branches]
+    )
     return {
         "staleness/mean": version - int(versions.sum()) / len(versions),
         "staleness/max": float(version - int(versions.min())),
@@ -88,9 +94,10 @@ def tool_metrics(groups: Sequence[RolloutGroup], *, environments: bool) -> dict[
     """What rollouts with tools did.
 
     Returns:
-        TRL's `tools/call_frequency` (calls per rollout) and `tools/failure_frequency` (share of the calls that failed, malformed
-        ones included), `tools/turns` (sampled turns per rollout), `tools/truncated` (share of the rollouts that ran out of tokens)
-        and, with environments, `environments/failed` (share of the rollouts whose environment failed).
+        TRL's `tools/call_frequency` (calls per rollout) and `tools/failure_frequency` (share of the calls that
+        failed, malformed ones included), `tools/turns` (sampled turns per rollout), `tools/truncated` (share of the
+        rollouts that ran out of tokens) and, with environments, `environments/failed` (share of the rollouts whose
+        environment failed).
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     calls = sum(rollout.notes["tool_calls"] for rollout in rollouts)
@@ -102,7 +109,9 @@ def tool_metrics(groups: Sequence[RolloutGroup], *, environments: bool) -> dict[
         "tools/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
     }
     if environments:
-        metrics["environments/failed"] = sum(rollout.failed is not None for rollout in rollouts) / len(rollouts)
+        metrics["environments/failed"] = sum(rollout.failed is not None for rollout in rollouts) / len(
+            rollouts
+        )
     return metrics
 
 
@@ -117,7 +126,9 @@ def mean_with_interval(groups: Sequence[RolloutGroup]) -> tuple[float, float]:
     return float(means.mean()), 1.96 * _std(means) / max(len(means), 1) ** 0.5
 
 
-def evaluation_metrics(groups: Sequence[RolloutGroup], measured: Mapping[str, float], prefix: str) -> dict[str, float]:
+def evaluation_metrics(
+    groups: Sequence[RolloutGroup], measured: Mapping[str, float], prefix: str
+) -> dict[str, float]:
     """Metrics of an evaluation: the mean reward with its interval, the sizes, and `measured`, each under `prefix`."""
     mean, half_width = mean_with_interval(groups)
     metrics = {
@@ -168,7 +179,8 @@ class UnscoredGenerations:
         names = ", ".join(rollouts[0].scores)
         if self._in_a_row >= self._limit:
             raise InputError(
-                f"none of {names} scored any of the {len(rollouts)} completions, in {self._in_a_row} generations in a row: there "
+                f"none of {names} scored any of the {len(rollouts)} completions, in {self._in_a_row} "
+                f"generations in a row: there "
                 "is nothing to learn from. Let one return numbers, leave these rows out of the data, or raise "
                 "max_unscored_generations"
             )

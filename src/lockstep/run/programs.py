@@ -61,7 +61,8 @@ class Acting(Protocol):
         has_environments: whether rollouts have environments. Then the rank that has them scores all rollouts.
         reward_names: names of the rewards that the rollouts bring themselves, each once.
         rewards: the arguments `own` and `environment_of` of a scorer.
-        rehearsed: gives an environment to reward functions before there is a rollout; None if there are no environments.
+        rehearsed: gives an environment to reward functions before there is a rollout; None if there are no
+            environments.
     """
 
     @property
@@ -115,7 +116,8 @@ class RolloutTools:
         row: the first row of the dataset, with which an environment is tried. None: `reset` is not tried.
 
     Attributes:
-        scored_environments: the users' objects that the rollouts which were scored last acted on; None if there are none.
+        scored_environments: the users' objects that the rollouts which were scored last acted on; None if there are
+            none.
 
     Raises:
         InputError: a function has no schema, an environment cannot be made or reset, or fields contradict the tools.
@@ -152,9 +154,12 @@ class RolloutTools:
                 "environments",
                 lambda: self.calls.finish(made.probe(row), limit),
                 lambda kinds: [
-                    [name, kind.title, list(kind.schemas), kind.has_reward, kind.speaks] for name, kind in kinds.items()
+                    [name, kind.title, list(kind.schemas), kind.has_reward, kind.speaks]
+                    for name, kind in kinds.items()
                 ],
-                lambda sent: {name: EnvironmentKind(title, tuple(s), *rest) for name, title, s, *rest in sent},
+                lambda sent: {
+                    name: EnvironmentKind(title, tuple(s), *rest) for name, title, s, *rest in sent
+                },
             )
             self._check_names()
         self.scored_environments: list[Any] | None = None
@@ -226,7 +231,9 @@ class RolloutTools:
         for name, kind in self.kinds.items():
             # Without tools the extension itself needs this case.
             if kind.speaks and (why := self._extensions[name].cases[USER_TURN]).startswith(REFUSED):
-                raise InputError(f"environment {kind.title} answers as the user, and the chat template cannot: {why}")
+                raise InputError(
+                    f"environment {kind.title} answers as the user, and the chat template cannot: {why}"
+                )
         if self._owner:
             self._tell_branches()
         longest = max(len(token) for token in tokenizer.get_vocab())
@@ -240,7 +247,9 @@ class RolloutTools:
         """Processes an image that a tool or an environment gives."""
         if images is None:
             return shows_no_images
-        trial = Picture(torch.zeros(1, 1), torch.ones(3, dtype=torch.long), 1, whole_numbers([images.placeholder]))
+        trial = Picture(
+            torch.zeros(1, 1), torch.ones(3, dtype=torch.long), 1, whole_numbers([images.placeholder])
+        )
         reasons = [extension.why_no_pictures(trial) for extension in self._extensions.values()]
         return next((_refusing(reason) for reason in reasons if reason is not None), images.opened_pictures)
 
@@ -250,7 +259,8 @@ class RolloutTools:
         branching = [case for case, outcome in extension.cases.items() if outcome.startswith(BRANCHES)]
         if branching:
             _logger.info(
-                f"after some turns ({'; '.join(branching)}) the chat template shows earlier turns differently: rollouts "
+                f"after some turns ({'; '.join(branching)}) the chat template shows earlier turns "
+                f"differently: rollouts "
                 "branch there"
             )
 
@@ -292,7 +302,8 @@ class RolloutTools:
             return self.calls.home.do(work, limit)
         except TookTooLong as error:
             raise InputError(
-                f"the reward functions took longer than {limit:g} s (reward_timeout) in a call that cannot be ended; with "
+                f"the reward functions took longer than {limit:g} s (reward_timeout) in a call that cannot be "
+                f"ended; with "
                 "max_staleness they run in the thread of the environments"
             ) from error
 
@@ -332,7 +343,10 @@ def _refusing(reason: str) -> Process:
 
 def _unprocessed(images: Sequence[Any]) -> Iterable[tuple[Image.Image, Picture]]:
     """Stands for images while environments are tried, before the model and its image processor are there."""
-    return [(Image.new("RGB", (1, 1)), Picture(torch.zeros(1, 1), torch.ones(3, dtype=torch.long), 1)) for _ in images]
+    return [
+        (Image.new("RGB", (1, 1)), Picture(torch.zeros(1, 1), torch.ones(3, dtype=torch.long), 1))
+        for _ in images
+    ]
 
 
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
@@ -380,9 +394,15 @@ class RolloutFunction:
         except BaseException as error:
             advice = ""
             if isinstance(error, TypeError):
-                advice = not_callable_as(self._function, "rollout_func(prompts, trainer)", given, self._trainer)
-            raise InputError(f"rollout_func raised {type(error).__name__}: {str(error)[:600]}{advice}") from error
-        return groups_of_columns(columns, prompts, num_generations, version, self._bounds, self._decode, self.images)
+                advice = not_callable_as(
+                    self._function, "rollout_func(prompts, trainer)", given, self._trainer
+                )
+            raise InputError(
+                f"rollout_func raised {type(error).__name__}: {str(error)[:600]}{advice}"
+            ) from error
+        return groups_of_columns(
+            columns, prompts, num_generations, version, self._bounds, self._decode, self.images
+        )
 
 
 def _given(prompt: Prompt) -> Any:
@@ -399,7 +419,8 @@ def generate_rollout_completions(
     max_tokens: int | None = None,
     images: Sequence[Sequence[Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Sample one completion per prompt, for use inside a `rollout_func`: with the run's sampling settings, by key, with own seeds.
+    """Sample one completion per prompt, for use inside a `rollout_func`: with the run's sampling settings, by key,
+    with own seeds.
 
     Args:
         trainer: the trainer that the function got.
@@ -408,7 +429,8 @@ def generate_rollout_completions(
         images: for each prompt, the images whose ids are in it, in order. None: there are none but those in messages.
 
     Returns:
-        One dict per prompt, in their order: `prompt_ids`, `completion_ids`, `logprobs` (lists), `text` and `finish_reason`.
+        One dict per prompt, in their order: `prompt_ids`, `completion_ids`, `logprobs` (lists), `text` and
+            `finish_reason`.
 
     Raises:
         InputError: a prompt does not fit into the engine's context, or this is not called from a `rollout_func`.

@@ -42,12 +42,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals(TrainerCallback):
-    """During training, the first signal ends the run after the current optimizer step, with a checkpoint if saving is on.
+    """During training, the first signal ends the run after the current optimizer step, with a checkpoint if saving is
+    on.
 
-    If several steps learn from one generation and saving is on, the run ends after the last of these steps, because checkpoints
-    do not contain rollouts. A second signal ends the run at once, by `KeyboardInterrupt`. So does a signal before or after
-    training. A signal to any rank stops all ranks at the same step. In a thread other than the main thread this class
-    catches no signal, because Python can handle signals only in the main thread.
+    If several steps learn from one generation and saving is on, the run ends after the last of these steps, because
+    checkpoints do not contain rollouts. A second signal ends the run at once, by `KeyboardInterrupt`. So does a
+    signal before or after training. A signal to any rank stops all ranks at the same step. In a thread other than the
+    main thread this class catches no signal, because Python can handle signals only in the main thread.
     """
 
     def __init__(self) -> None:
@@ -99,7 +100,9 @@ class StopSignals(TrainerCallback):
             control.should_log = args.logging_strategy != IntervalStrategy.NO
 
     def _hold(self) -> None:
-        """Handle the signals again, if a library or a function of the user's has put another handler in the place of this one."""
+        """Handle the signals again, if a library or a function of the user's has put another handler in the place of
+        this one.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self._earlier:
@@ -111,7 +114,8 @@ class StopSignals(TrainerCallback):
                 continue
             self._told.add(who)
             _logger.warning(
-                f"{who} had replaced the handler of {signal.Signals(number).name}; the run handles it again, so that it ends at a "
+                f"{who} had replaced the handler of {signal.Signals(number).name}; the run handles it again, "
+                f"so that it ends at a "
                 "step from which it can go on"
             )
 
@@ -146,7 +150,8 @@ def ended_unasked(folder: Path, step: int, last: int) -> LockstepError:
     checkpoint = last_checkpoint(folder)
     from_where = f"goes on from {checkpoint.name}" if checkpoint is not None else "starts from the beginning"
     return LockstepError(
-        f"the training ended after step {step} of {last}, and no signal and no callback of yours has asked for that; the same "
+        f"the training ended after step {step} of {last}, and no signal and no callback of yours has asked "
+        f"for that; the same "
         f"command {from_where}"
     )
 
@@ -160,7 +165,9 @@ def interrupted(number: int, folder: Path, step: int | None = None) -> Interrupt
     stopped = "stopped at once" if step is None else f"stopped after step {step}"
     checkpoint = last_checkpoint(folder)
     if checkpoint is None:
-        return Interrupted(f"{stopped}; there is no checkpoint, so the same command starts from the beginning", number)
+        return Interrupted(
+            f"{stopped}; there is no checkpoint, so the same command starts from the beginning", number
+        )
     return Interrupted(f"{stopped}; the same command goes on from {checkpoint.name}", number)
 
 
@@ -197,7 +204,8 @@ def run_method(
         raise InputError("a run and its report have one evaluation set; use the trainer's class for several")
     if config.resume_from_checkpoint is not None:
         raise InputError(
-            f"resume_from_checkpoint={config.resume_from_checkpoint!r} is not supported here: a run goes on from the last "
+            f"resume_from_checkpoint={config.resume_from_checkpoint!r} is not supported here: a run goes on "
+            f"from the last "
             "checkpoint of its output_dir by itself; leave it out"
         )
     # The trainer asks again. Here the answer comes before a model is loaded and an engine started.
@@ -215,9 +223,15 @@ def run_method(
             raise interrupted(stop.number or signal.SIGINT, place.folder) from error
 
 
-def _trainer(kind: type[OnlineTrainer], model: str, config: OnlineConfig, arguments: dict[str, Any]) -> OnlineTrainer:
+def _trainer(
+    kind: type[OnlineTrainer], model: str, config: OnlineConfig, arguments: dict[str, Any]
+) -> OnlineTrainer:
     # The base class refuses fields that contradict each other, or a tracker that is not installed.
-    with foreign_errors(f"no trainer can be made for {model}", InputError), busy(f"loading {model}"), collector_off():
+    with (
+        foreign_errors(f"no trainer can be made for {model}", InputError),
+        busy(f"loading {model}"),
+        collector_off(),
+    ):
         return kind(model, args=config, **arguments)
 
 
@@ -281,7 +295,10 @@ def _evaluate_first(trainer: OnlineTrainer, path: Path, *, late: bool) -> dict[s
         return None
     ranks = trainer.ranks
     earlier = ranks.from_owner(
-        "evaluation", lambda: proven_evaluation(path, read_lines(path.parent / RECEIPT)) if late else {}, _same, _same
+        "evaluation",
+        lambda: proven_evaluation(path, read_lines(path.parent / RECEIPT)) if late else {},
+        _same,
+        _same,
     )
     if late and not earlier and ranks.owner:
         _logger.warning(f"{path} is gone; the report has no evaluation from before training")

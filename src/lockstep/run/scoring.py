@@ -26,8 +26,8 @@ class Scoring:
 
     Args:
         scorer: gives groups their rewards.
-        tools: the tools and environments of the rollouts, or their agents, which keep what reward functions may ask for until the
-            rollouts are scored; None: there are none.
+        tools: the tools and environments of the rollouts, or their agents, which keep what reward functions may ask
+            for until the rollouts are scored; None: there are none.
         alarms: of the run.
     """
 
@@ -50,7 +50,9 @@ class Scoring:
             if reason is not None:
                 self._alarms.tell("rollout_failed", reason)
         if self._tools is not None and self._ranks.owner:
-            for name, calls, error in self._tools.calls.failing.take() if self._tools.calls is not None else ():
+            for name, calls, error in (
+                self._tools.calls.failing.take() if self._tools.calls is not None else ()
+            ):
                 self._alarms.tell("tool_fails", name, calls=calls, error=error)
             self._tools.release(rollout for group in scored for rollout in group.rollouts)
         return scored
@@ -67,7 +69,8 @@ class Scoring:
             return self._scored(groups, state, self.log)
 
         def part() -> dict[str, Any]:
-            # A rank without groups does not call the reward functions. Environments are on one rank, which then scores all groups.
+            # A rank without groups does not call the reward functions. Environments are on one rank, which then
+            # scores all groups.
             here = self._tools is not None and self._tools.has_environments
             own: Sequence[RolloutGroup] = share_of(groups, self._ranks)
             if here:

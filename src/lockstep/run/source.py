@@ -101,7 +101,9 @@ class RolloutSource:
         self.policy, self.images = policy, images
         self._end_ids = end_ids(causal_model(policy), tokenizer)
         interruption = interruption_of(config, tokenizer)
-        self._one_turn: Program = single_turn if interruption is None else interrupted(interruption, self.sampling)
+        self._one_turn: Program = (
+            single_turn if interruption is None else interrupted(interruption, self.sampling)
+        )
         # The program that makes every rollout.
         self.program = self._one_turn
         self._tools, self.rollout_function = tools, function
@@ -218,7 +220,9 @@ class RolloutSource:
         if self._ahead is not None:
             self._ahead.forget_unfinished()
 
-    def on_every_rank(self, work: Callable[[], list[RolloutGroup]], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+    def on_every_rank(
+        self, work: Callable[[], list[RolloutGroup]], prompts: Sequence[Prompt]
+    ) -> list[RolloutGroup]:
         """Groups that the rank with the engine makes, on every rank. Every rank calls.
 
         Args:
@@ -231,7 +235,10 @@ class RolloutSource:
         if self._ranks.count == 1:
             return self._at_work(work)
         return self._ranks.from_owner(
-            "sample", lambda: self._at_work(work), groups_to_wire, lambda data: groups_from_wire(data, prompts)
+            "sample",
+            lambda: self._at_work(work),
+            groups_to_wire,
+            lambda data: groups_from_wire(data, prompts),
         )
 
     def _at_work(self, work: Callable[[], list[RolloutGroup]]) -> list[RolloutGroup]:
@@ -247,8 +254,8 @@ class RolloutSource:
     def push(self, version: int) -> None:
         """Push the policy's weights as `version`. Servers leave before the push and join after it.
 
-        Every generation begins with a push, even if the version stays the same: weights may have been set by hand, and the
-        reset of the engine's caches makes a resumed run start a generation as the first run did.
+        Every generation begins with a push, even if the version stays the same: weights may have been set by hand,
+        and the reset of the engine's caches makes a resumed run start a generation as the first run did.
         """
         changes = self._server_changes
         if changes is not None:
@@ -313,7 +320,8 @@ class RolloutSource:
         with self._clock.phase("generate"):
             for number, prompts in upcoming:
                 if number not in self._ahead:
-                    # Not the current version: several generations may begin at the same version, and each needs seeds of its own.
+                    # Not the current version: several generations may begin at the same version, and each needs seeds
+                    # of its own.
                     starts = self._starts(
                         prompts, num_generations, number * self._config.optimizer_steps_per_generation
                     )
@@ -326,7 +334,9 @@ class RolloutSource:
 
     def _starts(self, prompts: Sequence[Prompt], num_generations: int, version: int) -> list[Start]:
         seed = self._config.seed
-        starts = starts_for(prompts, self.sampling, num_generations=num_generations, run_seed=seed, version=version)
+        starts = starts_for(
+            prompts, self.sampling, num_generations=num_generations, run_seed=seed, version=version
+        )
         self.watch.asked(starts, version)
         return starts
 

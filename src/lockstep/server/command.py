@@ -98,8 +98,8 @@ _OPENS_OR_SENDS = frozenset(
         "tool_server",
     }
 )
-# Prefixes of arguments for several copies of the model in one server. A trainer cannot distinguish the copies, and their ports have
-# no guard.
+# Prefixes of arguments for several copies of the model in one server. A trainer cannot distinguish the copies, and
+# their ports have no guard.
 _COPIES = ("data_parallel_", "dp_")
 
 
@@ -131,15 +131,19 @@ def check_names(names: Iterable[str]) -> None:
         raise InputError(f"lockstep serve sets {_listed(own)} itself; leave it out")
     if opening := _OPENS_OR_SENDS & given:
         raise InputError(
-            f"the command line may not set {_listed(opening)}: it opens a port without a key, or sends data to another program"
+            f"the command line may not set {_listed(opening)}: it opens a port without a key, or sends data "
+            f"to another program"
         )
     if copies := {name for name in given if name.startswith(_COPIES)}:
         raise InputError(
-            f"the command line may not set {_listed(copies)}: a trainer cannot distinguish the copies inside one server; start as "
+            f"the command line may not set {_listed(copies)}: a trainer cannot distinguish the copies inside "
+            f"one server; start as "
             "many servers, each on a port of its own, and give all of their URLs"
         )
     if code := OWN_CODE & given:
-        raise InputError(f"the command line may not set {_listed(code)}: code that comes with a model is not run")
+        raise InputError(
+            f"the command line may not set {_listed(code)}: code that comes with a model is not run"
+        )
     if other := {name for name in given if name in REFUSED | _NOT_PROVEN or name.startswith("spec")}:
         raise InputError(
             f"the command line may not set {_listed(other)}: the log-probs would differ, or no proof would find a fault"
@@ -160,10 +164,11 @@ def _is_number(word: str) -> bool:
 
 # vLLM's server opens its endpoints for adapters only with this environment variable.
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-# Number of adapters that may compute in one step. Requests end with the adapter that they began with, so that the two newest
-# adapters may be in use at the same time.
+# Number of adapters that may compute in one step. Requests end with the adapter that they began with, so that the two
+# newest adapters may be in use at the same time.
 _AT_ONCE = 2
-# Number of adapters in main memory. Several runs may share a server, and each may have several adapters with running requests.
+# Number of adapters in main memory. Several runs may share a server, and each may have several adapters with running
+# requests.
 _HELD = 16
 
 
@@ -191,9 +196,12 @@ def adapter_flags(model: str, given: set[str]) -> list[str]:
 
 
 def linear_layers(model: str) -> list[str]:
-    """The names of a model's linear layers, without the output head. Empty: transformers does not know the model, and vLLM chooses.
+    """The names of a model's linear layers, without the output head.
 
-    By default vLLM also puts LoRA layers around the embedding and the head. These cost time, and no adapter of ours uses them.
+    Empty: transformers does not know the model, and vLLM chooses.
+
+    By default vLLM also puts LoRA layers around the embedding and the head. These cost time, and no adapter of ours
+    uses them.
     """
     try:
         with torch.device("meta"):
@@ -212,8 +220,8 @@ def linear_layers(model: str) -> list[str]:
 
 # Largest key-value cache on a CPU, in bytes.
 _LARGEST_CPU_CACHE = 4 << 30
-# Longest sequence of a server on a GPU, in tokens, if the user names none. A model may allow a million, and then vLLM refuses to
-# start unless its cache holds a whole sequence of them.
+# Longest sequence of a server on a GPU, in tokens, if the user names none. A model may allow a million, and then vLLM
+# refuses to start unless its cache holds a whole sequence of them.
 _GPU_LENGTH = 32768
 # GiB of memory that the pictures of prompts may take. vLLM allocates the memory when pictures arrive.
 _PICTURE_CACHE = 4
@@ -248,13 +256,21 @@ class ServeOptions:
 
     @property
     def is_later_node(self) -> bool:
-        """Whether several nodes share one model and this is not the first of them. Only the first node answers calls."""
+        """Whether several nodes share one model and this is not the first of them.
+
+        Only the first node answers calls.
+        """
         return _given(self.rest).get("node_rank", "0") != "0"
 
     @property
     def url(self) -> str:
-        """The URL at which this machine reaches the server. On a later node, it is the first node's address with the same port."""
-        scheme = "https" if any(word.startswith("--ssl-certfile") for word in map(_dashed, self.rest)) else "http"
+        """The URL at which this machine reaches the server.
+
+        On a later node, it is the first node's address with the same port.
+        """
+        scheme = (
+            "https" if any(word.startswith("--ssl-certfile") for word in map(_dashed, self.rest)) else "http"
+        )
         host = _given(self.rest).get("master_addr", "") if self.is_later_node else self.host
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         host = f"[{host}]" if ":" in host else host
@@ -265,9 +281,9 @@ def command_line(options: ServeOptions) -> list[str]:
     """The command that starts vLLM's API server.
 
     Raises:
-        InputError: vLLM does not run the model as transformers does, an argument may not be set, the engine cannot hold the weights
-            in the scheme that was asked for, or has no adapters in its dtype, or neither the user nor the model gives a maximum
-            length.
+        InputError: vLLM does not run the model as transformers does, an argument may not be set, the engine cannot
+            hold the weights in the scheme that was asked for, or has no adapters in its dtype, or neither the user
+            nor the model gives a maximum length.
     """
     check_words(options.rest)
     refuse_family(options.model)
@@ -285,7 +301,11 @@ def command_line(options: ServeOptions) -> list[str]:
             quantization=options.quantization,
             whole_prompts="no_enable_chunked_prefill" in given,
         ),
-        **(picture_arguments(cache_gb=_PICTURE_CACHE) if reads_pictures(load_files(AutoConfig, options.model)) else {}),
+        **(
+            picture_arguments(cache_gb=_PICTURE_CACHE)
+            if reads_pictures(load_files(AutoConfig, options.model))
+            else {}
+        ),
         "host": options.host,
         "port": options.port,
         "tensor_parallel_size": options.tensor_parallel_size,
@@ -321,8 +341,13 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
         given: the environment of this process. Its values have priority over the defaults of Lockstep.
     """
     ours = {name: value for name, value in given.items() if name not in _DROPPED}
-    defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    # vLLM itself opens a closed list of formats, without Ghostscript's, and compares the header's size with this number.
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    # vLLM itself opens a closed list of formats, without Ghostscript's, and compares the header's size with this
+    # number.
     defaults["VLLM_MAX_IMAGE_PIXELS"] = str(LARGEST)
     defaults |= exact_products(options.dtype, torch.float32 if options.fp32_head else options.dtype)
     names = _given(options.rest)
@@ -332,7 +357,8 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
             # The user has set the wait policy, and this default would override it.
             del defaults["GOMP_SPINCOUNT"]
         if options.tensor_parallel_size == 1 and not _SEVERAL_WORKERS & names.keys():
-            # Run the model in the process of the scheduler. In a process of its own, the scheduler would use a core while it waits.
+            # Run the model in the process of the scheduler. In a process of its own, the scheduler would use a core
+            # while it waits.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # `--host` is the address of the guarded API server only.
     inside = {} if _has_several_nodes(names) else LOOPBACK
@@ -365,7 +391,10 @@ def _has_several_nodes(names: Mapping[str, str]) -> bool:
 
 
 def _path_of(given: Mapping[str, str]) -> dict[str, str]:
-    """PYTHONPATH without empty entries. An empty entry means the current directory, and is usually there by accident."""
+    """PYTHONPATH without empty entries.
+
+    An empty entry means the current directory, and is usually there by accident.
+    """
     path = given.get("PYTHONPATH")
     return {} if path is None else {"PYTHONPATH": os.pathsep.join(filter(None, path.split(os.pathsep)))}
 
@@ -384,7 +413,9 @@ def _bounded(length: int) -> int:
 
 
 def shortened(options: ServeOptions) -> str:
-    """A line for the user if the server takes shorter sequences than its model, and nobody has asked for that; else empty."""
+    """A line for the user if the server takes shorter sequences than its model, and nobody has asked for that; else
+    empty.
+    """
     if options.max_model_len is not None or (length := _bounded(own := _context(options.model))) == own:
         return ""
     return (

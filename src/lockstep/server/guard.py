@@ -42,7 +42,8 @@ from lockstep.engines.servers.calls import (
 )
 from lockstep.server.keys import guards_key
 
-# Seconds between two questions to the engine. Everybody may ask for the server's health, and the engine must not notice it.
+# Seconds between two questions to the engine. Everybody may ask for the server's health, and the engine must not
+# notice it.
 _EVERY = 5.0
 # Seconds that a caller waits who does not say how long: the time limit of OpenAI's SDK.
 _USUAL_LIMIT = 600.0
@@ -62,9 +63,9 @@ class _Open:
 class EngineHealth:
     """Asks the engine, one question at a time, and counts the seconds for which it owes the answer.
 
-    The engine does one thing after the other: it answers after the step or the push that it is in. A push may take long, and so may
-    a step on a CPU. Therefore the seconds count only from the moment when no caller waits any more whose call came before the
-    question. Calls that came after it are no excuse.
+    The engine does one thing after the other: it answers after the step or the push that it is in. A push may take
+    long, and so may a step on a CPU. Therefore the seconds count only from the moment when no caller waits any more
+    whose call came before the question. Calls that came after it are no excuse.
     """
 
     def __init__(self) -> None:
@@ -130,9 +131,9 @@ ALIVE = "lockstep_alive"
 LARGEST_RPC = 64 << 20
 # The number of a trainer's call, and how many numbers of a session are kept beyond one that has not come.
 _NUMBER, MOST_HIGHER = re.compile(r"[1-9][0-9]{0,17}"), 4096
-# A server whose engine owes an answer for this many seconds is not healthy any more, and what it answers then. A server that does
-# not answer for so long is ended, and so is one of which a signal has stopped a process. The limit is long, because the server may
-# only be busy.
+# A server whose engine owes an answer for this many seconds is not healthy any more, and what it answers then. A
+# server that does not answer for so long is ended, and so is one of which a signal has stopped a process. The limit
+# is long, because the server may only be busy.
 SILENT_LIMIT = 120.0
 SILENT_STATUS = 504
 
@@ -192,16 +193,22 @@ class KeyGuard:
                 await _answer(send, 413, {"error": f"{_RPC} takes at most {LARGEST_RPC >> 20} MiB"})
             elif (checked := _checked_rpc(body)) is None:
                 # Any other method may end the engine's threads, change weights behind the proofs, or run code.
-                await _answer(send, 403, {"error": f"{_RPC} calls only methods whose names begin with {_OURS}"})
+                await _answer(
+                    send, 403, {"error": f"{_RPC} calls only methods whose names begin with {_OURS}"}
+                )
             else:
                 await self._app(scope, _again(checked, receive), send)
 
     async def _greet(self, scope: _Message, send: _Send) -> None:
         nonce = _only_header(scope, NONCE_HEADER.encode())
         if not is_nonce(nonce):
-            await _answer(send, 401, {"error": f"a greeting needs a nonce of 32 hexadecimal digits ({NONCE_HEADER})"})
+            await _answer(
+                send, 401, {"error": f"a greeting needs a nonce of 32 hexadecimal digits ({NONCE_HEADER})"}
+            )
         else:
-            await _answer(send, 200, {"nonce": self.nonce, "proof": server_proof(self._key, nonce, self.nonce)})
+            await _answer(
+                send, 200, {"nonce": self.nonce, "proof": server_proof(self._key, nonce, self.nonce)}
+            )
 
     def _has_key(self, scope: _Message) -> bool:
         scheme, _, key = _only_header(scope, b"authorization").partition(" ")
@@ -209,7 +216,9 @@ class KeyGuard:
         return scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip().encode()), self._digest)
 
     def _proven(self, scope: _Message) -> tuple[str, str] | None:
-        """The mark of the body of a trainer's call, and the proof for its answer; None if the call has no proof, or came before."""
+        """The mark of the body of a trainer's call, and the proof for its answer; None if the call has no proof, or
+        came before.
+        """
         scheme, _, words = _only_header(scope, b"authorization").partition(" ")
         nonce, call, mark, proof = (words.split(".") + [""] * 4)[:4]
         if scheme != SCHEME or not is_nonce(nonce) or not _NUMBER.fullmatch(call):

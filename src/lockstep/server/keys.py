@@ -103,12 +103,15 @@ def checked_key(key: str, where: str) -> str:
         InputError: the key is too short, or has characters that an HTTP header cannot carry.
     """
     if len(key) < _SHORTEST or not key.isascii() or not key.isprintable() or " " in key:
-        raise InputError(f"the key in {where} must be at least {_SHORTEST} printable characters without spaces")
+        raise InputError(
+            f"the key in {where} must be at least {_SHORTEST} printable characters without spaces"
+        )
     return key
 
 
 def key_for(url: str, key_file: str | None) -> str | None:
-    """The key that a trainer uses for a server: from a file, from the environment, or saved by a server on this machine.
+    """The key that a trainer uses for a server: from a file, from the environment, or saved by a server on this
+    machine.
 
     Returns:
         None if no key is known; a server without a guard needs none.

@@ -47,7 +47,9 @@ def main() -> None:
 
 
 def check_settings(given: Any) -> None:
-    """Let vLLM build its settings once. Otherwise it builds them only in `serve`, and a wrong value ends in a traceback.
+    """Let vLLM build its settings once.
+
+    Otherwise it builds them only in `serve`, and a wrong value ends in a traceback.
 
     Args:
         given: what vLLM's parser has read, or vLLM's `AsyncEngineArgs`.

@@ -44,7 +44,8 @@ _USUAL_FILES = 65536
 def reserved_port(port: int) -> Iterator[None]:
     """Inside the context, no other `lockstep serve` of this user can use the port.
 
-    A server may load its model for a minute before it listens. Until then, only a lock file shows that the port is in use.
+    A server may load its model for a minute before it listens. Until then, only a lock file shows that the port is in
+    use.
 
     Raises:
         InputError: another `lockstep serve` of this user has reserved the port.
@@ -56,13 +57,17 @@ def reserved_port(port: int) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise InputError(
-                f"another 'lockstep serve' of yours has port {port}, and may still be loading its model; choose another --port"
+                f"another 'lockstep serve' of yours has port {port}, and may still be loading its model; "
+                f"choose another --port"
             ) from error
         yield
 
 
 def raise_file_limit() -> int:
-    """Raise this process's limit of open files and connections as far as the system allows, up to 65,536. Returns the limit."""
+    """Raise this process's limit of open files and connections as far as the system allows, up to 65,536.
+
+    Returns the limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _USUAL_FILES if hard == resource.RLIM_INFINITY else min(hard, _USUAL_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -80,13 +85,17 @@ def check_file_limit() -> None:
     """
     if (limit := raise_file_limit()) < _FEWEST_FILES:
         raise InputError(
-            f"a process may open only {limit} files and connections here, and a server needs {_FEWEST_FILES}: raise the limit "
+            f"a process may open only {limit} files and connections here, and a server needs {_FEWEST_FILES}: "
+            f"raise the limit "
             f"(ulimit -n {4 * _FEWEST_FILES}) and start the server again"
         )
 
 
 def has_stopped_process(session: int) -> bool:
-    """Whether a process of a session is stopped by a signal (SIGSTOP). It then answers nothing, and nobody notices its end."""
+    """Whether a process of a session is stopped by a signal (SIGSTOP).
+
+    It then answers nothing, and nobody notices its end.
+    """
     return "T" in _states_of(session).values()
 
 
@@ -100,7 +109,9 @@ def _states_of(session: int) -> dict[int, str]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # The name before the closing bracket may contain anything.
-            state, _, _, found = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:4]
+            state, _, _, found = (
+                stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:4]
+            )
             if int(found) == session:
                 states[int(stat.parent.name)] = state
     return states
@@ -109,7 +120,8 @@ def _states_of(session: int) -> dict[int, str]:
 def private_environment(given: dict[str, str], sockets: Path) -> dict[str, str]:
     """The environment with a private folder for the sockets between vLLM's processes, and for their temporary files.
 
-    vLLM 0.32.0 compiles its allocator for symmetric memory into the temporary folder, under one name, and loads it from there.
+    vLLM 0.32.0 compiles its allocator for symmetric memory into the temporary folder, under one name, and loads it
+    from there.
     """
     return {**given, SOCKETS: os.fspath(sockets), "TMPDIR": os.fspath(sockets)}
 
@@ -118,14 +130,15 @@ def private_environment(given: dict[str, str], sockets: Path) -> dict[str, str]:
 _TICK = 0.25
 HEALTH_EVERY = 5.0
 _HEALTH_LIMIT = 5.0
-# If a server refuses connections or reports an error, its engine has ended, and the open calls will never be answered. The server
-# is killed after this many seconds of such failures.
+# If a server refuses connections or reports an error, its engine has ended, and the open calls will never be
+# answered. The server is killed after this many seconds of such failures.
 FAILING_LIMIT = 3.0
 # Bytes of the answer to a health check.
 _LARGEST_HEALTH = 1 << 16
 # Seconds that a start may take.
 START_LIMIT = 1800.0
-# Seconds between the end of a server and its next start. A start takes almost a minute, so that longer waits would save nothing.
+# Seconds between the end of a server and its next start. A start takes almost a minute, so that longer waits would
+# save nothing.
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 5.0
 # If a server was healthy for this many seconds, the wait after its end is the first wait again.
 _STEADY = 60.0
@@ -202,17 +215,24 @@ class Supervisor:
         self._stop = True
 
     def _run_once(self) -> tuple[float | None, str]:
-        """Run the server once. Returns the seconds since it became healthy (None: it was never healthy), and how it ended."""
+        """Run the server once.
+
+        Returns the seconds since it became healthy (None: it was never healthy), and how it ended.
+        """
         start, healthy_since, next_check = time.monotonic(), None, 0.0
         last_healthy, running_at, failing_since = start, start, None
         # vLLM's server listens when its engine has started. From its first answer on, a bad answer means a bad engine.
         answers = False
         # vLLM's processes would end late or never: a server that gets SIGTERM waits for its open calls.
         kill_at_exit = KillAtExit()
-        # A new process group, so that all processes of the server can be ended; and a umask, so that only this user can open its
-        # files.
+        # A new process group, so that all processes of the server can be ended; and a umask, so that only this user
+        # can open its files.
         self._child = subprocess.Popen(
-            self._command, env=self._environment, start_new_session=True, stdin=subprocess.DEVNULL, umask=0o077
+            self._command,
+            env=self._environment,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            umask=0o077,
         )
         kill_at_exit.add(self._child.pid)
         shown = ExitStack()
@@ -243,7 +263,9 @@ class Supervisor:
                 if answers:
                     if health is Health.ENGINE_SILENT:
                         self._child.kill()
-                        return _since(healthy_since), f"has an engine that did not answer for {SILENT_LIMIT:.0f} s"
+                        return _since(
+                            healthy_since
+                        ), f"has an engine that did not answer for {SILENT_LIMIT:.0f} s"
                     if now - running_at > SILENT_LIMIT:
                         self._child.kill()
                         return _since(healthy_since), f"had a stopped process for {SILENT_LIMIT:.0f} s"
@@ -273,7 +295,9 @@ class Supervisor:
         return self._status("/") == 401
 
     def _status(self, path: str) -> int | None:
-        """The status of the answer to a GET; `_REFUSED` if no program listens on the port; None if no answer comes in time."""
+        """The status of the answer to a GET; `_REFUSED` if no program listens on the port; None if no answer comes in
+        time.
+        """
         try:
             return bounded_http.run(_status(self._url + path))
         except httpx.ConnectError as error:
@@ -282,7 +306,10 @@ class Supervisor:
             return None
 
     def _end(self) -> None:
-        """End the server and every process that it has started. If an API server is killed, its engine keeps running."""
+        """End the server and every process that it has started.
+
+        If an API server is killed, its engine keeps running.
+        """
         child = self._child
         if child is None:
             return
@@ -322,13 +349,17 @@ def check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise InputError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from error
+            raise InputError(
+                f"cannot listen on {host} port {port}: {error.strerror}; choose another --port"
+            ) from error
 
 
 async def _status(url: str) -> int:
     # The server is a child process on this machine. Ignore proxies, and accept any certificate.
     async with httpx.AsyncClient(verify=False, trust_env=False) as client:
-        answer, _ = await bounded_http.call(client, "GET", url, seconds=_HEALTH_LIMIT, most=lambda _: _LARGEST_HEALTH)
+        answer, _ = await bounded_http.call(
+            client, "GET", url, seconds=_HEALTH_LIMIT, most=lambda _: _LARGEST_HEALTH
+        )
         return answer.status_code
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints of sharded models, in torch's distributed format (DCP) with safetensors files: each rank writes its own parts.
+"""Checkpoints of sharded models, in torch's distributed format (DCP) with safetensors files: each rank writes its own
+parts.
 
 They load on any number of ranks, to the bit. Nothing in them is a pickle: the place of each part stands in the header
 of its file. Every rank writes and reads its parts.
@@ -67,11 +68,15 @@ def read_weights(folder: Path, named: Mapping[str, torch.nn.Parameter]) -> None:
     """
     there = {name.removeprefix("model.") for name in _known(folder) if name.startswith("model.")}
     if odd := sorted(there ^ set(named)):
-        raise InputError(f"{folder.parent} holds other parameters than the model: {odd[0]} ({len(odd)} differ)")
+        raise InputError(
+            f"{folder.parent} holds other parameters than the model: {odd[0]} ({len(odd)} differ)"
+        )
     _read(folder, {f"model.{name}": p.detach() for name, p in named.items()})
 
 
-def read_optimizer(folder: Path, named: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+def read_optimizer(
+    folder: Path, named: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
     """Read the optimizer's state and settings.
 
     Raises:

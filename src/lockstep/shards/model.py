@@ -53,7 +53,10 @@ def local_part(tensor: Part) -> Part:
 
 
 def first_element(tensor: torch.Tensor) -> int:
-    """The place of the first element of this rank's part in the flattened tensor. Parts are cut along the first dimension."""
+    """The place of the first element of this rank's part in the flattened tensor.
+
+    Parts are cut along the first dimension.
+    """
     if not is_sharded(tensor):
         return 0
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
@@ -62,7 +65,10 @@ def first_element(tensor: torch.Tensor) -> int:
 
 
 def collected(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor as a whole, in new memory, on the owner. The other ranks get their own part. Every rank calls."""
+    """A sharded tensor as a whole, in new memory, on the owner.
+
+    The other ranks get their own part. Every rank calls.
+    """
     mesh, part, shape = tensor.device_mesh, local_part(tensor), tensor.shape  # type: ignore[attr-defined]
     rows = -(-shape[0] // mesh.size())
     mine = part.contiguous()
@@ -81,7 +87,10 @@ _NAME = "_lockstep_shards"
 
 
 class ShardedWeights(Protocol):
-    """The parts of a model's weights on this rank. Group 0 is the model without its layers; the layers follow, in their order."""
+    """The parts of a model's weights on this rank.
+
+    Group 0 is the model without its layers; the layers follow, in their order.
+    """
 
     title: str
 
@@ -97,7 +106,9 @@ class ShardedWeights(Protocol):
 
 
 # Shards a model in place: (model, its layers, passes, device, dtype of autocast).
-Shard = Callable[[PreTrainedModel, Sequence[torch.nn.Module], Passes, torch.device, torch.dtype | None], ShardedWeights]
+Shard = Callable[
+    [PreTrainedModel, Sequence[torch.nn.Module], Passes, torch.device, torch.dtype | None], ShardedWeights
+]
 
 
 def sharded(model: torch.nn.Module) -> ShardedModel | None:
@@ -117,7 +128,8 @@ class ShardedModel:
         shard: makes the `ShardedWeights`, for example `FsdpWeights`.
 
     Attributes:
-        parameters: the sharded parameters by name. They are the ones that the optimizer changes, also while a layer is gathered.
+        parameters: the sharded parameters by name. They are the ones that the optimizer changes, also while a layer
+            is gathered.
         learn: plays a forward with gradient and its backward, for a pack without weight. The trainer sets it.
 
     Raises:
@@ -134,7 +146,9 @@ class ShardedModel:
     ) -> None:
         layers = decoder_layers(model)
         if odd := [name for name, p in model.named_parameters() if not p.dim() or not p.is_floating_point()]:
-            raise InputError(f"{odd[0]} cannot be sharded: it is a single number or quantised; train without shards")
+            raise InputError(
+                f"{odd[0]} cannot be sharded: it is a single number or quantised; train without shards"
+            )
         self._model, self._passes, self._layers = model, passes, layers
         self.weights = shard(model, layers, passes, device, autocast)
         self.parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
@@ -142,7 +156,8 @@ class ShardedModel:
         self._hidden: torch.Tensor | None = None
         self._backward_began = False
         self.learn: Callable[[], None] | None = None
-        # The acts are done in this order: a rank that learns comes first, so that others join in with packs of their own.
+        # The acts are done in this order: a rank that learns comes first, so that others join in with packs of their
+        # own.
         self._gathers = [passes.register(partial(collected, p)) for p in self.parameters.values()]
         self._wholes = [passes.register(partial(self._play_group, i)) for i in range(len(layers) + 1)]
         self._look = passes.register(self._play_look)
@@ -155,7 +170,8 @@ class ShardedModel:
     def learning(self) -> Iterator[None]:
         """A context for one forward with gradient (`run`) and its backward (`backward`).
 
-        If the caller fails between the two, the backward is played to its end first, so that no other rank waits for it.
+        If the caller fails between the two, the backward is played to its end first, so that no other rank waits for
+        it.
         """
         self._hidden, self._backward_began, trouble = None, False, None
         with self._passes.act(self._learn), self._hook():
@@ -196,7 +212,9 @@ class ShardedModel:
 
     def whole_around(self, module: torch.nn.Module) -> AbstractContextManager[None]:
         """A context in which the weights of a module inside one layer, or outside of all layers, are whole."""
-        return self._whole_group(next((i for i, u in enumerate(self._layers, 1) if module in set(u.modules())), 0))
+        return self._whole_group(
+            next((i for i, u in enumerate(self._layers, 1) if module in set(u.modules())), 0)
+        )
 
     @contextmanager
     def _whole_group(self, group: int) -> Iterator[None]:
@@ -250,15 +268,19 @@ class ShardedModel:
     # ---- whole tensors ----------------------------------------------------------------------------------------------
 
     def gather(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A whole parameter, as a new tensor. Only the owner asks; the other ranks are in a call of `Ranks` meanwhile."""
+        """A whole parameter, as a new tensor.
+
+        Only the owner asks; the other ranks are in a call of `Ranks` meanwhile.
+        """
         with self._passes.act(self._gathers[self._places[id(parameter)]]):
             return collected(parameter)
 
     def gathered_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The tensor to which a backward adds this rank's part of a sharded parameter's gradient, before the parts are summed.
+        """The tensor to which a backward adds this rank's part of a sharded parameter's gradient, before the parts
+        are summed.
 
-        Another parameter is returned as it is. The tensor has memory only while its layer is gathered. It exists after the
-        first forward.
+        Another parameter is returned as it is. The tensor has memory only while its layer is gathered. It exists
+        after the first forward.
         """
         if id(parameter) not in self._places or (found := self.weights.whole_of(parameter)) is None:
             return parameter
@@ -268,7 +290,8 @@ class ShardedModel:
     # ---- the state between acts -------------------------------------------------------------------------------------
 
     def check(self, version: int) -> None:
-        """Check that every parameter is sharded, as it must be before the optimizer changes it, or a push or a save reads it.
+        """Check that every parameter is sharded, as it must be before the optimizer changes it, or a push or a save
+        reads it.
 
         A layer that is still gathered would be read as it was before the optimizer's step.
 
@@ -278,16 +301,21 @@ class ShardedModel:
         now: dict[str, torch.Tensor] = dict(self._model.named_parameters())
         odd = [name for name, p in self.parameters.items() if now.get(name) is not p or not is_sharded(p)]
         sizes = self._passes.count
-        odd += [n for n, p in now.items() if is_sharded(p) and local_part(p).shape[0] > -(-p.shape[0] // sizes)]
+        odd += [
+            n for n, p in now.items() if is_sharded(p) and local_part(p).shape[0] > -(-p.shape[0] // sizes)
+        ]
         odd += [name for name in now if name not in self.parameters]
         odd += self.weights.odd()
         if odd:
             raise ProofError(
                 "shards",
-                f"at version {version} {len(odd)} of {len(self.parameters)} parameters are not sharded; the first is {odd[0]}",
-                "a layer stayed gathered after a forward, so that it holds its weights of before the optimizer's step; or a "
+                f"at version {version} {len(odd)} of {len(self.parameters)} parameters are not sharded; the "
+                f"first is {odd[0]}",
+                "a layer stayed gathered after a forward, so that it holds its weights of before the "
+                "optimizer's step; or a "
                 "parameter was added or replaced after the model was sharded",
-                "let nothing gather weights of the model outside of a forward, and change no module after the trainer was made",
+                "let nothing gather weights of the model outside of a forward, and change no module after the "
+                "trainer was made",
             )
 
     @property
@@ -324,7 +352,8 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     found = [m for m in model.modules() if type(m).__name__ in names]
     if not found:
         raise InputError(
-            f"{type(model).__name__} names no decoder layers (_no_split_modules), so that it cannot be sharded; train without "
+            f"{type(model).__name__} names no decoder layers (_no_split_modules), so that it cannot be "
+            f"sharded; train without "
             "shards"
         )
     return found
@@ -332,7 +361,9 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 @torch.no_grad()
 def clip_sharded(parameters: Sequence[torch.nn.Parameter], max_norm: float, passes: Passes) -> torch.Tensor:
-    """Clip the gradients of all parameters together to a norm, as `torch.nn.utils.clip_grad_norm_` does. Every rank calls.
+    """Clip the gradients of all parameters together to a norm, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Every rank calls.
 
     Args:
         parameters: sharded ones, and others that are the same on every rank.
@@ -347,7 +378,11 @@ def clip_sharded(parameters: Sequence[torch.nn.Parameter], max_norm: float, pass
     norms = torch._foreach_norm([g for g in own if g.numel()])
     device = gradients[0].device if gradients else torch.device("cpu")
     wide = torch.float64 if device.type == "cpu" else torch.float32
-    square = torch.stack([n.to(device, wide) for n in norms]).square().sum() if norms else torch.zeros((), dtype=wide)
+    square = (
+        torch.stack([n.to(device, wide) for n in norms]).square().sum()
+        if norms
+        else torch.zeros((), dtype=wide)
+    )
     square = square.to(device)
     with waiting("the gradients of every rank", PASS_LIMIT, verb=f"rank {passes.rank} waits for "):
         dist.all_reduce(square, group=passes.group)

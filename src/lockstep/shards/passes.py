@@ -25,7 +25,8 @@ from lockstep.progress import waiting
 # A number above every act: a rank failed in the middle of one.
 _BROKEN = 2**62
 _OF_GLOO = ("gloo", "Connection closed", "Connection reset", "pair closure")
-# Seconds that a rank waits for another one inside an act. The longest wait is for the forward and backward of one layer of a pack.
+# Seconds that a rank waits for another one inside an act. The longest wait is for the forward and backward of one
+# layer of a pack.
 PASS_LIMIT = 600.0
 
 
@@ -83,7 +84,9 @@ class Passes:
         """
         while (chosen := self._vote(number)) != number:
             if chosen == _BROKEN:
-                raise BrokenPass("another rank failed in the middle of a forward or backward of the sharded model")
+                raise BrokenPass(
+                    "another rank failed in the middle of a forward or backward of the sharded model"
+                )
             self._play(chosen)
         with self._whole():
             yield
@@ -102,7 +105,8 @@ class Passes:
                 self._failed = True
             if isinstance(error, RuntimeError) and _is_of_another_rank(error):
                 raise BrokenPass(
-                    f"rank {self.rank} waited in a forward or backward of the sharded model for a rank that failed or did not "
+                    f"rank {self.rank} waited in a forward or backward of the sharded model for a rank that "
+                    f"failed or did not "
                     f"come within {PASS_LIMIT:.0f} s ({str(error)[:160]})"
                 ) from error
             raise
@@ -120,7 +124,8 @@ class Passes:
         except RuntimeError as error:
             self._broken = True
             raise LockstepError(
-                f"rank {self.rank} waited for every rank, before its next forward of the sharded model, and one is gone or did "
+                f"rank {self.rank} waited for every rank, before its next forward of the sharded model, and "
+                f"one is gone or did "
                 f"not come within {self._limit:.0f} s ({str(error)[:160]}); look at the other ranks' output"
             ) from error
         self._broken = int(ballot) == _BROKEN

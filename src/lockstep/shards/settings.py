@@ -19,11 +19,15 @@ from lockstep.private_caches import expanded
 if TYPE_CHECKING:
     from lockstep.shards.model import Shard
 
-# Names of `fsdp_config`, with the value that each must have, and why. The environment has the same names, in capitals, after FSDP_.
+# Names of `fsdp_config`, with the value that each must have, and why. The environment has the same names, in
+# capitals, after FSDP_.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "offload_params": (False, "weights in host memory are not supported yet"),
     "cpu_offload": (False, "weights in host memory are not supported yet"),
-    "activation_checkpointing": (False, "set gradient_checkpointing=True instead, which transformers does itself"),
+    "activation_checkpointing": (
+        False,
+        "set gradient_checkpointing=True instead, which transformers does itself",
+    ),
     "ignored_modules": (None, "every weight is sharded; leave it out"),
     "xla": (False, "XLA is not supported"),
 }
@@ -32,7 +36,9 @@ _WRAPS = ("TRANSFORMER_BASED_WRAP", "transformer_based_wrap")
 
 @dataclass(frozen=True, slots=True)
 class ShardSettings:
-    """That models are sharded: FSDP2, one group per decoder layer and one for the rest, layers freed after their forward.
+    """That models are sharded:
+
+    FSDP2, one group per decoder layer and one for the rest, layers freed after their forward.
 
     Attributes:
         fields: the user's `fsdp_config`; empty if the environment asked.
@@ -73,7 +79,9 @@ class Sharding(Protocol):
 
 
 def switched_on(library: str, environment: Mapping[str, str]) -> bool:
-    """Whether `accelerate launch` asks for a library (FSDP, DEEPSPEED), in this config or in an earlier one of the process."""
+    """Whether `accelerate launch` asks for a library (FSDP, DEEPSPEED), in this config or in an earlier one of the
+    process.
+    """
     switches = (f"ACCELERATE_USE_{library}", f"LOCKSTEP_USE_{library}")
     return any(environment.get(name, "false").lower() in ("true", "1", "yes", "on") for name in switches)
 
@@ -85,7 +93,8 @@ def switch_off(library: str, environment: MutableMapping[str, str]) -> None:
 
 
 def take_settings(fsdp: Any, config: Any, environment: MutableMapping[str, str]) -> ShardSettings | None:
-    """The user's configuration; None: models are whole on every rank. accelerate's switch in the environment is replaced.
+    """The user's configuration; None: models are whole on every rank. accelerate's switch in the environment is
+    replaced.
 
     Args:
         fsdp, config: the fields of TrainingArguments of these names.
@@ -115,14 +124,18 @@ def _fields(fsdp: Any, config: Any) -> dict[str, Any]:
     words = fsdp if isinstance(fsdp, list) else str(getattr(fsdp, "value", fsdp)).split()
     odd = [word for word in map(str, words) if word not in ("True", "true", "full_shard", "auto_wrap", "1")]
     if odd:
-        raise InputError(f"fsdp={' '.join(odd)} is not supported; use fsdp=True, and fsdp_config for its settings")
+        raise InputError(
+            f"fsdp={' '.join(odd)} is not supported; use fsdp=True, and fsdp_config for its settings"
+        )
     return found
 
 
 def _check(found: Mapping[str, Any], source: str, *, default_version: int) -> None:
     version = str(found.get("version", default_version))
     if version != "2":
-        raise InputError(f"{source} asks for FSDP version {version}; only FSDP2 is supported: set fsdp_version to 2")
+        raise InputError(
+            f"{source} asks for FSDP version {version}; only FSDP2 is supported: set fsdp_version to 2"
+        )
     for name, (value, why) in _REFUSED.items():
         given = found.get(name, value)
         if str(given).lower() not in (str(value).lower(), "", "none"):
@@ -130,7 +143,8 @@ def _check(found: Mapping[str, Any], source: str, *, default_version: int) -> No
     reshard = str(found.get("reshard_after_forward", True)).lower()
     if reshard not in ("true", "1", "full_shard"):
         raise InputError(
-            f"fsdp_reshard_after_forward={reshard} is not supported ({source}): layers are freed after their forward; leave it out"
+            f"fsdp_reshard_after_forward={reshard} is not supported ({source}): layers are freed after their "
+            f"forward; leave it out"
         )
     wrap = found.get("auto_wrap_policy")
     if wrap not in (None, "", *_WRAPS):

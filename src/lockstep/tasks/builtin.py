@@ -56,8 +56,8 @@ class Kind:
     examples: tuple[tuple[int, int], ...]
 
 
-# The prompts of `larger` have 97 tokens for the packaged model: three whole cache blocks and one token. So vLLM computes one
-# prompt token per completion and takes the others from its cache.
+# The prompts of `larger` have 97 tokens for the packaged model: three whole cache blocks and one token. So vLLM
+# computes one prompt token per completion and takes the others from its cache.
 KINDS = {
     "larger": Kind(
         "You compare two numbers. Answer with just the larger of the two, and nothing else.",
@@ -89,7 +89,9 @@ def arithmetic(kind: str, train_size: int, eval_size: int, seed: int) -> tuple[D
     numbers = range(10, spec.numbers + 1)
     pairs = [(a, b) for a in numbers for b in numbers if a != b and (a, b) not in spec.examples]
     if train_size + eval_size > len(pairs):
-        raise InputError(f"arithmetic/{kind} has {len(pairs)} problems, {train_size + eval_size} were asked for")
+        raise InputError(
+            f"arithmetic/{kind} has {len(pairs)} problems, {train_size + eval_size} were asked for"
+        )
     random.Random(seed).shuffle(pairs)
     held_out, rest = pairs[:eval_size], pairs[eval_size : eval_size + train_size]
     return _dataset(spec, rest), _dataset(spec, held_out)
@@ -129,8 +131,8 @@ def reasoning_gym_problems(
         examples: number of worked examples before every question. They are separate problems.
 
     Returns:
-        Two data sets with columns `prompt`, `answer` and `entry` (the problem as JSON), and the reward function. A training
-        problem that also occurs in the evaluation set is dropped from the training set.
+        Two data sets with columns `prompt`, `answer` and `entry` (the problem as JSON), and the reward function. A
+        training problem that also occurs in the evaluation set is dropped from the training set.
 
     Raises:
         InputError: reasoning-gym has no such data set, or is not installed.
@@ -145,7 +147,9 @@ def reasoning_gym_problems(
     shown = [(worked[i]["question"], str(worked[i]["answer"])) for i in range(examples)]
     evaluation = [held_out[i] for i in range(eval_size)]
     kept_back = {entry["question"] for entry in evaluation} | {question for question, _ in shown}
-    training = [entry for entry in (source[i] for i in range(train_size)) if entry["question"] not in kept_back]
+    training = [
+        entry for entry in (source[i] for i in range(train_size)) if entry["question"] not in kept_back
+    ]
 
     def reasoning_gym_score(completions: list[Any], entry: list[str], **_: Any) -> list[float]:
         return [
@@ -188,7 +192,10 @@ class SeveralTries(_Problem):
 
 
 class SpokenTries(_Problem):
-    """Each turn is an answer, without a tool. After a wrong one the user asks again, until the model is out of tokens."""
+    """Each turn is an answer, without a tool.
+
+    After a wrong one the user asks again, until the model is out of tokens.
+    """
 
     def next_user_message(self, answer: str) -> str | None:
         """Score an answer. Returns None if it is right."""
@@ -297,7 +304,9 @@ def _picture_rows(count: int, draw: random.Random) -> Dataset:
     parts_of_message = List({"type": Value("string"), "text": Value("string")})
     messages = List({"role": Value("string"), "content": parts_of_message})
     # Without rows there would be nothing to see the columns by.
-    return Dataset.from_list(rows, Features({"prompt": messages, "image": Image(), "answer": Value("string")}))
+    return Dataset.from_list(
+        rows, Features({"prompt": messages, "image": Image(), "answer": Value("string")})
+    )
 
 
 def _color_question(color: str) -> str:

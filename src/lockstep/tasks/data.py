@@ -1,4 +1,6 @@
-"""Loads the data that a config names: built-in problems, reasoning-gym, a file, a saved `datasets` directory, or a hub id."""
+"""Loads the data that a config names: built-in problems, reasoning-gym, a file, a saved `datasets` directory, or a
+hub id.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,9 @@ def load_data(
     """Load the data of a run.
 
     Args:
-        name: `arithmetic`, `calculator`, `dots`, `reasoning_gym`, a `.jsonl`, `.ndjson`, `.json`, `.csv` or `.parquet` file
-            (perhaps with `.gz`), a directory of such files, a directory written by `datasets`, or a hub id.
+        name: `arithmetic`, `calculator`, `dots`, `reasoning_gym`, a `.jsonl`, `.ndjson`, `.json`, `.csv` or
+            `.parquet` file (perhaps with `.gz`), a directory of such files, a directory written by `datasets`, or a
+            hub id.
         subset: kind of arithmetic problems, name of a reasoning-gym data set, or hub configuration.
         train_split: split to train on, if the data has splits.
         test_split: split to evaluate on. By default `eval_size` rows are held out of the training split.
@@ -89,7 +92,9 @@ def load_data(
     if eval_size == 0:
         return TaskData(_limited(train, train_size), None)
     if eval_size >= len(train):
-        raise InputError(f"{name} has {len(train)} rows; {eval_size} cannot be held out for evaluation (eval_size)")
+        raise InputError(
+            f"{name} has {len(train)} rows; {eval_size} cannot be held out for evaluation (eval_size)"
+        )
     parts = train.train_test_split(test_size=eval_size, seed=seed)
     return TaskData(_limited(parts["train"], train_size), parts["test"])
 
@@ -102,7 +107,9 @@ def _load_split(name: str, subset: str | None, split: str, types: Sequence[str])
     path = expanded(name)
     if "::" in name and path.exists():
         # `datasets` reads the part before it alone: another file, or none.
-        raise InputError(f"{path}: the data cannot be read from a path with '::' in it; rename that file or folder")
+        raise InputError(
+            f"{path}: the data cannot be read from a path with '::' in it; rename that file or folder"
+        )
     files = data_files(name, split)
     try:
         if files is not None:
@@ -134,7 +141,9 @@ def _read_files(files: Sequence[Path], types: Sequence[str]) -> Dataset:
             raise
     else:
         # In Parquet, dates are written as such.
-        if reader != "json" or not any("timestamp" in str(field.type) for field in found.features.arrow_schema):
+        if reader != "json" or not any(
+            "timestamp" in str(field.type) for field in found.features.arrow_schema
+        ):
             return found
     # JSON has no dates. `datasets` has made some from texts that look like one.
     return Dataset.from_list([row for file in files for row in _json_rows(file)])
@@ -161,7 +170,9 @@ def _reason(error: BaseException) -> str:
 def _no_split(name: str, split: str) -> None:
     """Refuse a split name for data without splits: it would silently give the same rows again."""
     if split != "train":
-        raise InputError(f"{name} has no split {split!r}, only one set of rows; hold some out with eval_size instead")
+        raise InputError(
+            f"{name} has no split {split!r}, only one set of rows; hold some out with eval_size instead"
+        )
 
 
 def _limited(data: Dataset, rows: int) -> Dataset:

@@ -44,12 +44,12 @@ def data_files(name: str, split: str = "train") -> list[Path] | None:
     Files of a directory that name splits (`test-00000.parquet`) are those of `split`.
 
     Returns:
-        Files of one format; None if the name is neither a file nor a directory of files (it may be a directory that `datasets` has
-        written, or a hub id).
+        Files of one format; None if the name is neither a file nor a directory of files (it may be a directory that
+        `datasets` has written, or a hub id).
 
     Raises:
-        InputError: there is no such file, or it is empty, or its format cannot be read; the files of a directory have several
-            formats, or none is of that split.
+        InputError: there is no such file, or it is empty, or its format cannot be read; the files of a directory have
+            several formats, or none is of that split.
     """
     path = expanded(name)
     if path.is_dir():
@@ -63,19 +63,25 @@ def data_files(name: str, split: str = "train") -> list[Path] | None:
     if path.stat().st_size == 0:
         raise InputError(f"data file {path} is empty")
     if split != "train":
-        raise InputError(f"{name} has no split {split!r}, only one set of rows; hold some out with eval_size instead")
+        raise InputError(
+            f"{name} has no split {split!r}, only one set of rows; hold some out with eval_size instead"
+        )
     return [path]
 
 
 def _shards(folder: Path, split: str) -> list[Path]:
-    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith((".", "_")))
+    files = sorted(
+        path for path in folder.iterdir() if path.is_file() and not path.name.startswith((".", "_"))
+    )
     files = [path for path in files if path.suffix.lower() != ".md"]
     if not files:
         raise InputError(
             f"data directory {folder} holds no data; it was not written by `datasets`, and has no file of rows"
         )
     if odd := [path.name for path in files if reader_of(path) is None]:
-        raise InputError(f"data directory {folder}: {odd[0]} cannot be read; names of data files end with {_ENDINGS}")
+        raise InputError(
+            f"data directory {folder}: {odd[0]} cannot be read; names of data files end with {_ENDINGS}"
+        )
     if len({reader_of(path) for path in files}) > 1:
         raise InputError(
             f"data directory {folder} has files of several formats; put each format into its own directory"
@@ -108,7 +114,9 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def broken_line(path: Path) -> str | None:
-    """The first line of a JSON lines file that is no JSON object, for an error; None if every line is one, or for other files."""
+    """The first line of a JSON lines file that is no JSON object, for an error; None if every line is one, or for
+    other files.
+    """
     if not path.is_file() or reader_of(path) != "json" or ".json" in map(str.lower, path.suffixes):
         return None
     with opened(path) as file:
@@ -151,11 +159,13 @@ def column_types(given: Sequence[str]) -> dict[str, str]:
 
 
 def read_csv(files: Sequence[Path], types: Mapping[str, str]) -> dict[str, list[Any]]:
-    """The columns of CSV files with equal headers. An empty cell is the empty text, and None in a column of another type.
+    """The columns of CSV files with equal headers.
+
+    An empty cell is the empty text, and None in a column of another type.
 
     Raises:
-        InputError: a file has no header, or another one; a row has more or fewer cells than the header; a cell has not the type of
-            its column; `types` names a column that is not there.
+        InputError: a file has no header, or another one; a row has more or fewer cells than the header; a cell has
+            not the type of its column; `types` names a column that is not there.
         OSError, UnicodeDecodeError, csv.Error: a file cannot be read.
     """
     csv.field_size_limit(_LONGEST_FIELD)
@@ -179,7 +189,8 @@ def read_csv(files: Sequence[Path], types: Mapping[str, str]) -> dict[str, list[
             for row in filter(None, rows):
                 if len(row) != len(header):
                     raise InputError(
-                        f"data file {file}, line {rows.line_num}: {len(row)} cells for {len(header)} columns; put quotes around a "
+                        f"data file {file}, line {rows.line_num}: {len(row)} cells for {len(header)} columns; "
+                        f"put quotes around a "
                         "text that has a comma"
                     )
                 for column, convert, name, cell in zip(columns, read, header, row, strict=True):
@@ -204,7 +215,8 @@ def _tell_numbers(file: str, columns: Mapping[str, list[Any]], types: Mapping[st
     ]
     if alike:
         _logger.warning(
-            f"{file}: every column of CSV is text, and {', '.join(alike)} looks like numbers; if a reward function needs numbers, "
+            f"{file}: every column of CSV is text, and {', '.join(alike)} looks like numbers; if a reward "
+            f"function needs numbers, "
             f"set dataset_types: {' '.join(f'{name}=float' for name in alike)}"
         )
 

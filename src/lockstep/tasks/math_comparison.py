@@ -26,7 +26,8 @@ _logger = logging.getLogger(__name__)
 
 # Seconds that math-verify may take for one expression and for one comparison.
 _PARSE_LIMIT, _COMPARE_LIMIT = 10, 5
-# Seconds for one pair in the worker process, longer than math-verify's own limits; and for the worker to start (sympy is slow).
+# Seconds for one pair in the worker process, longer than math-verify's own limits; and for the worker to start (sympy
+# is slow).
 PAIR_LIMIT, _START_LIMIT = 2 * _PARSE_LIMIT + _COMPARE_LIMIT + 5, 120.0
 UNREADABLE, SKIPPED, TIMED_OUT = "[unparseable]", "[skipped]", "[timed out]"
 
@@ -71,7 +72,9 @@ def _compare_here(reference: str, text: str) -> Compared:
         boxed_match_priority=0,
         try_extract_without_anchor=False,
     )
-    found = parse(text, extraction_config=[latex], extraction_mode="first_match", parsing_timeout=_PARSE_LIMIT)
+    found = parse(
+        text, extraction_config=[latex], extraction_mode="first_match", parsing_timeout=_PARSE_LIMIT
+    )
     score = float(verify(gold, found, timeout_seconds=_COMPARE_LIMIT))
     return Compared(str(gold), str(found) if found else UNREADABLE, score)
 
@@ -109,7 +112,9 @@ class Worker:
             )
             if _read_line(self._process, _START_LIMIT) is None:
                 self._stop()
-                raise LockstepError(f"the process that compares answers (accuracy) did not start in {_START_LIMIT:g} s")
+                raise LockstepError(
+                    f"the process that compares answers (accuracy) did not start in {_START_LIMIT:g} s"
+                )
         return self._process
 
     def _asked(self, process: subprocess.Popen[bytes], pair: list[str]) -> Any:

@@ -42,8 +42,8 @@ def texts(completions: list[Any]) -> list[str]:
 def exact_match(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
     """1 if the completion, without surrounding white space, equals the `answer` column's value, else 0.
 
-    Values are compared as texts (`str`). Where the answer is a number and no text, a completion with the same value is right too:
-    `7`, `7.0` and `7e0` for 7. None where the row has no answer.
+    Values are compared as texts (`str`). Where the answer is a number and no text, a completion with the same value
+    is right too: `7`, `7.0` and `7e0` for 7. None where the row has no answer.
     """
     return [
         None if right is None else float(_equals(text.strip(), right))
@@ -69,9 +69,10 @@ def accuracy(
 ) -> list[float | None]:
     r"""1 if the completion's final answer is mathematically equal to the reference (math-verify), else 0.
 
-    The final answer must be LaTeX, as for TRL's `accuracy_reward`. It is the content of the last `\boxed{…}`. Without a box
-    it is a formula that is said to be the answer, as in "the answer is $4$". Boxes with little text between them are one
-    answer with several values. A comparison that takes too long scores 0 (`lockstep.tasks.math_comparison`).
+    The final answer must be LaTeX, as for TRL's `accuracy_reward`. It is the content of the last `\boxed{…}`. Without
+    a box it is a formula that is said to be the answer, as in "the answer is $4$". Boxes with little text between
+    them are one answer with several values. A comparison that takes too long scores 0
+    (`lockstep.tasks.math_comparison`).
 
     Args:
         solution: the reference, LaTeX or a plain number. It may also contain a derivation that ends in the result.
@@ -86,7 +87,9 @@ def accuracy(
     check_package("accuracy")
     references = solution if solution is not None else answer
     if references is None:
-        raise InputError("accuracy needs a column 'solution' or 'answer' with the right result; the data has neither")
+        raise InputError(
+            "accuracy needs a column 'solution' or 'answer' with the right result; the data has neither"
+        )
     found = [
         compare(None if reference is None else str(reference), text)
         for reference, text in zip(references, texts(completions), strict=True)
@@ -108,8 +111,8 @@ def format(completions: list[Any], **_: Any) -> list[float]:
 def length(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Minus the number of completion tokens: shorter is better.
 
-    Alone it teaches the policy to say nothing. So it needs another reward function, and a small weight (`reward_weights`),
-    such as 0.001.
+    Alone it teaches the policy to say nothing. So it needs another reward function, and a small weight
+    (`reward_weights`), such as 0.001.
     """
     return [-float(len(ids)) for ids in completion_ids]
 
@@ -126,7 +129,8 @@ def soft_overlong(max_completion_length: int, cache: int) -> Reward:
     """
     if not 0 <= cache <= max_completion_length:
         raise InputError(
-            f"soft_overlong({max_completion_length}, {cache}): the second number, the tokens over which the punishment grows, must "
+            f"soft_overlong({max_completion_length}, {cache}): the second number, the tokens over which the "
+            f"punishment grows, must "
             "be between 0 and the first, the longest completion"
         )
     punished = functools.partial(_punished, start=max_completion_length - cache, cache=cache)
@@ -141,10 +145,12 @@ def reasoning_gym(completions: list[Any], entry: list[Any], **_: Any) -> list[fl
     """The score that each row's reasoning-gym data set gives the completion, usually between 0 and 1.
 
     Args:
-        entry: the problem as reasoning-gym made it, as JSON or as a dictionary. Its `metadata.source_dataset` names the data set.
+        entry: the problem as reasoning-gym made it, as JSON or as a dictionary. Its `metadata.source_dataset` names
+            the data set.
 
     Raises:
-        InputError: an entry names no data set, or one that reasoning-gym does not have; or reasoning-gym is not installed.
+        InputError: an entry names no data set, or one that reasoning-gym does not have; or reasoning-gym is not
+            installed.
     """
     problems = [json.loads(problem) if isinstance(problem, str) else problem for problem in entry]
     return [
@@ -222,8 +228,8 @@ def load_function(name: str, kind: str, modules: Modules | None = None) -> Any:
 
     Args:
         kind: what it is for, such as `tool`, for errors.
-        modules: the files that this run has loaded. With it, everything from one file is from one module. None: the file is loaded
-            again.
+        modules: the files that this run has loaded. With it, everything from one file is from one module. None: the
+            file is loaded again.
 
     Raises:
         InputError: there is no such function or class. The message says where it was searched.
@@ -276,7 +282,8 @@ def _from_file(path: Path, kind: str, modules: Modules | None) -> Any:
 
 
 def _from_package(name: str, kind: str) -> Any:
-    # TRL's commands search the working directory first. Here it comes last, so that no local folder hides an installed package.
+    # TRL's commands search the working directory first. Here it comes last, so that no local folder hides an
+    # installed package.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:
@@ -284,7 +291,9 @@ def _from_package(name: str, kind: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise InputError(f"{kind} module {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"{kind} module {name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
 
 
 _KIND = "reward function"
@@ -292,7 +301,9 @@ _SOFT_OVERLONG = re.compile(r"soft_overlong\(\s*(\d+)\s*,\s*(\d+)\s*\)")
 
 
 def names_model(name: str) -> bool:
-    """Whether a name is the name of a reward model (a directory, or a hub id such as `user/model`) and not of a function."""
+    """Whether a name is the name of a reward model (a directory, or a hub id such as `user/model`) and not of a
+    function.
+    """
     if not name or name in BUILT_IN or ":" in name or name.endswith(".py"):
         return False
     return "/" in name or expanded(name).is_dir()
@@ -305,8 +316,8 @@ def load_reward(name: str, modules: Modules | None = None) -> Reward:
         modules: as in `load_function`.
 
     Raises:
-        InputError: there is no such function, and the message says where it was searched; or a built-in function needs a
-            package that is not installed.
+        InputError: there is no such function, and the message says where it was searched; or a built-in function
+            needs a package that is not installed.
     """
     if name in BUILT_IN:
         check_package(name)
@@ -327,7 +338,8 @@ def reward_place(name: str) -> tuple[str, str]:
         return "", ""
     if ("." not in name and ":" not in name) or name.endswith(".py"):
         raise InputError(
-            f"reward function {name!r}: not one of {', '.join(BUILT_IN)}, soft_overlong(MAX,CACHE), nor file.py:function, "
+            f"reward function {name!r}: not one of {', '.join(BUILT_IN)}, soft_overlong(MAX,CACHE), nor "
+            f"file.py:function, "
             "package.module.function, or the directory or hub id of a reward model"
         )
     return place_of(name, _KIND)

@@ -47,7 +47,8 @@ def whole_numbers(values: Values) -> Ids:
     """The values as (N,) int64, read-only.
 
     Raises:
-        BadValues: a value is not an integer, or does not fit into int64. Values are not rounded, and text is not read as a number.
+        BadValues: a value is not an integer, or does not fit into int64. Values are not rounded, and text is not read
+            as a number.
     """
     return _checked(values, np.dtype(np.int64), "iu")
 
@@ -142,7 +143,12 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _checked(values: Values, dtype: np.dtype[Any], kinds: str) -> npt.NDArray[Any]:
-    if type(values) is np.ndarray and values.dtype == dtype and values.ndim == 1 and not values.flags.writeable:
+    if (
+        type(values) is np.ndarray
+        and values.dtype == dtype
+        and values.ndim == 1
+        and not values.flags.writeable
+    ):
         return values
     try:
         found = np.array(values)
@@ -162,7 +168,10 @@ def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def digest_of(*parts: str | npt.NDArray[Any]) -> str:
-    """Hex digest of texts and arrays, in the order in which they are given. It also depends on the number of bytes of each."""
+    """Hex digest of texts and arrays, in the order in which they are given.
+
+    It also depends on the number of bytes of each.
+    """
     digest = xxhash.xxh3_128()
     for part in parts:
         # xxhash reads the memory of an array itself, without a copy.

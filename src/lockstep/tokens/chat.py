@@ -89,7 +89,8 @@ def with_picture_ids(ids: Ids, placeholder: int, pictures: Sequence[HasPictureId
     places = np.flatnonzero(ids == placeholder)
     if len(places) != len(pictures):
         raise InputError(
-            f"the text has {len(places)} placeholders for {len(pictures)} pictures: the chat template does not write one per image "
+            f"the text has {len(places)} placeholders for {len(pictures)} pictures: the chat template does "
+            f"not write one per image "
             "part, or a prompt of plain text does not contain one per picture"
         )
     if not pictures:
@@ -105,8 +106,8 @@ def with_picture_ids(ids: Ids, placeholder: int, pictures: Sequence[HasPictureId
 Message = dict[str, Any]
 # The content of a message: text, or a list of parts.
 Content = str | list[dict[str, Any]]
-# The guard is a lone surrogate, which text cannot contain. Tokenizers cannot read it. They get `_GUARD_AS_READ` instead, a
-# character that no text uses.
+# The guard is a lone surrogate, which text cannot contain. Tokenizers cannot read it. They get `_GUARD_AS_READ`
+# instead, a character that no text uses.
 _GUARD, _GUARD_AS_READ = "\udfff", "\ufdd0"
 # Words and white space are ordinary text, even if a tokenizer has a token of its own for them.
 _ORDINARY_TEXT = re.compile(r"\w+|\s+")
@@ -127,7 +128,10 @@ def template_of(
     chat_template_kwargs: dict[str, Any] | None = None,
     placeholder: int | None = None,
 ) -> Template | None:
-    """The template that renders first prompts; None if the tokenizer has no template. `placeholder` as in `Template`."""
+    """The template that renders first prompts; None if the tokenizer has no template.
+
+    `placeholder` as in `Template`.
+    """
     if tokenizer.chat_template is None:
         return None
     return Template(tokenizer, [tokenizer.eos_token_id], chat_template_kwargs, placeholder=placeholder)
@@ -136,10 +140,11 @@ def template_of(
 def with_joined_text(prompt: Any) -> Any:
     """A prompt in which each content that is a list of text parts (`{"type": "text", "text": …}`) has become one text.
 
-    The parts of a message are joined without a separator, as templates for images and text do. All other contents stay unchanged.
+    The parts of a message are joined without a separator, as templates for images and text do. All other contents
+    stay unchanged.
 
-    Keys whose value is None are left out, apart from a message's `content`. Arrow gives every message, call and part the keys of
-    all others, with None where a row has none; templates ask whether a key is there.
+    Keys whose value is None are left out, apart from a message's `content`. Arrow gives every message, call and part
+    the keys of all others, with None where a row has none; templates ask whether a key is there.
     """
     if not isinstance(prompt, list):
         return prompt
@@ -153,7 +158,9 @@ def with_joined_text(prompt: Any) -> Any:
 
 
 def _written_message(message: Message) -> Message:
-    return {name: _written(value) for name, value in message.items() if value is not None or name == "content"}
+    return {
+        name: _written(value) for name, value in message.items() if value is not None or name == "content"
+    }
 
 
 def _written(value: Any) -> Any:
@@ -166,7 +173,8 @@ def _written(value: Any) -> Any:
 
 def _is_text_parts(content: Any) -> bool:
     return isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
     )
 
 
@@ -181,17 +189,17 @@ def render_prompt(
 ) -> tuple[int, ...]:
     """Token ids of one prompt.
 
-    Plain text is encoded with the tokenizer's special tokens, unless `add_special_tokens` is off. Messages are rendered by the chat
-    template, with the generation prompt. If the last message is the assistant's, there is no generation prompt: the model continues
-    this message, as in TRL.
+    Plain text is encoded with the tokenizer's special tokens, unless `add_special_tokens` is off. Messages are
+    rendered by the chat template, with the generation prompt. If the last message is the assistant's, there is no
+    generation prompt: the model continues this message, as in TRL.
 
     Args:
         template: the result of `template_of`, so that many prompts share it; None: it is made for this prompt.
         images: whether contents may be lists of parts.
 
     Raises:
-        InputError: the prompt is empty, is of another type, contains more than text, or has messages and there is no chat
-            template.
+        InputError: the prompt is empty, is of another type, contains more than text, or has messages and there is no
+            chat template.
     """
     prompt = with_joined_text(prompt)
     if isinstance(prompt, str):
@@ -199,7 +207,8 @@ def render_prompt(
     elif is_conversational(prompt) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
         if any(not isinstance(m.get("content"), str | list | None if images else str | None) for m in prompt):
             raise InputError(
-                "a message's content must be text or a list of text parts; images need a model that reads them, and other parts "
+                "a message's content must be text or a list of text parts; images need a model that reads "
+                "them, and other parts "
                 "are not supported yet"
             )
         if any(not isinstance(m["role"], str) for m in prompt):
@@ -208,10 +217,14 @@ def render_prompt(
             raise InputError("a message of the system or the user has no content")
         template = template if template is not None else template_of(tokenizer, chat_template_kwargs)
         if template is None:
-            raise InputError("prompts are messages but the tokenizer has no chat template; give prompts as text")
+            raise InputError(
+                "prompts are messages but the tokenizer has no chat template; give prompts as text"
+            )
         ids = template.ids(template.text(prompt), pictures_in(prompt)).tolist()
     else:
-        raise InputError(f"a prompt must be text or a non-empty list of messages with a role, got {prompt!r:.200}")
+        raise InputError(
+            f"a prompt must be text or a non-empty list of messages with a role, got {prompt!r:.200}"
+        )
     if not ids:
         raise InputError(f"a prompt has no tokens: {prompt!r:.200}")
     return tuple(ids)
@@ -228,9 +241,9 @@ class Template:
         placeholder: the id of the template's text for a picture; None: no message shows pictures.
 
     Attributes:
-        control: the text of each control token, by id. Control tokens are the tokenizer's special tokens, the end tokens, and other
-            added tokens that the template's source contains or that look like `<|name|>`, `<think>`, `<tool_call>` or `[NAME]`.
-            Tokens for words and white space are no control tokens.
+        control: the text of each control token, by id. Control tokens are the tokenizer's special tokens, the end
+            tokens, and other added tokens that the template's source contains or that look like `<|name|>`,
+            `<think>`, `<tool_call>` or `[NAME]`. Tokens for words and white space are no control tokens.
         control_pattern: finds text that looks like a control token.
 
     Raises:
@@ -263,17 +276,19 @@ class Template:
         self._added_ids = np.array(sorted(added), np.int64)
         special = {i for i, t in added.items() if t.special} | ends
         self.control_pattern = _pattern_of(self.control.values())
-        # In trusted roles only special tokens are guarded. A template finds thinking in the text of the assistant's content, and a
-        # system message may use `<think>` or `<tool_call>` as control tokens.
+        # In trusted roles only special tokens are guarded. A template finds thinking in the text of the assistant's
+        # content, and a system message may use `<think>` or `<tool_call>` as control tokens.
         self._special_pattern = _pattern_of(text for i, text in self.control.items() if i in special)
-        # Templates of some models with pictures accept only lists of parts. They render nothing of a content that is text.
+        # Templates of some models with pictures accept only lists of parts. They render nothing of a content that is
+        # text.
         self._takes_parts = False
         self._takes_parts = not self._shows_text() and self._shows_text(in_parts=True)
 
     def text(self, messages: Sequence[Message]) -> str:
         """The text of a conversation, up to the opening of the next assistant turn, with guards.
 
-        If the last message is the assistant's, the text ends inside this message instead, so that the model continues it.
+        If the last message is the assistant's, the text ends inside this message instead, so that the model continues
+        it.
 
         Raises:
             InputError: the template refuses these messages.
@@ -296,7 +311,8 @@ class Template:
             pictures: the pictures that the text shows, in order.
 
         Raises:
-            InputError: the tokenizer cannot encode guarded text as text, or the number of placeholders is not that of the pictures.
+            InputError: the tokenizer cannot encode guarded text as text, or the number of placeholders is not that of
+                the pictures.
         """
         if _GUARD in text:
             ids = whole_numbers(self._unguarded(text))
@@ -311,14 +327,18 @@ class Template:
     def _shows_text(self, *, in_parts: bool = False) -> bool:
         content: Any = [{"type": "text", "text": _TEST_WORD}] if in_parts else _TEST_WORD
         try:
-            return _TEST_WORD in self._rendered([{"role": "user", "content": content}], add_generation_prompt=True)
+            return _TEST_WORD in self._rendered(
+                [{"role": "user", "content": content}], add_generation_prompt=True
+            )
         except InputError:
             return False
 
     def _rendered(self, messages: Sequence[Message], **how: bool) -> str:
         guarded = [self._guarded_message(message) for message in messages]
         try:
-            text = self.tokenizer.apply_chat_template(guarded, tools=self._tools, tokenize=False, **how, **self._kwargs)
+            text = self.tokenizer.apply_chat_template(
+                guarded, tools=self._tools, tokenize=False, **how, **self._kwargs
+            )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             # Templates call Python methods on the messages. Which of these errors they raise depends on the template.
             raise InputError(f"the chat template refuses these messages: {error}") from error
@@ -335,14 +355,17 @@ class Template:
         return {
             key: value
             if key in ("role", "type")
-            else _guard_texts(value, self._special_pattern if trusted and key != "tool_calls" else self.control_pattern)
+            else _guard_texts(
+                value, self._special_pattern if trusted and key != "tool_calls" else self.control_pattern
+            )
             for key, value in message.items()
         }
 
     def _unguarded(self, text: str) -> list[int]:
         if not self.tokenizer.is_fast:
             raise InputError(
-                "a message contains the text of a control token, and this tokenizer has no fast version that could encode it as "
+                "a message contains the text of a control token, and this tokenizer has no fast version that "
+                "could encode it as "
                 "text: remove it from the message, or load a fast tokenizer"
             )
         encoded = self.tokenizer(
@@ -354,20 +377,28 @@ class Template:
         for position in [*np.flatnonzero(np.isin(ids, self._added_ids)).tolist(), len(ids)]:
             end = spans[position][0] if position < len(ids) else len(text)
             stretch = text[start:end]
-            found += self._ids_as_text(stretch, ids[first:position]) if _GUARD in stretch else ids[first:position]
+            found += (
+                self._ids_as_text(stretch, ids[first:position]) if _GUARD in stretch else ids[first:position]
+            )
             if position < len(ids):
                 found.append(ids[position])
                 first, start = position + 1, spans[position][1]
         return found
 
     def _ids_as_text(self, stretch: str, guarded_ids: list[int]) -> list[int]:
-        """Ids of a stretch without its guards. `guarded_ids` are the ids that the stretch with its guards has in the whole text."""
+        """Ids of a stretch without its guards.
+
+        `guarded_ids` are the ids that the stretch with its guards has in the whole text.
+        """
         bare, text = self._without_added_tokens(), stretch.replace(_GUARD, "")
         ids: list[int] = bare.encode(text, add_special_tokens=False).ids
-        same = bare.encode(stretch.replace(_GUARD, _GUARD_AS_READ), add_special_tokens=False).ids == guarded_ids
+        same = (
+            bare.encode(stretch.replace(_GUARD, _GUARD_AS_READ), add_special_tokens=False).ids == guarded_ids
+        )
         if not same or np.isin(ids, self.control_ids).any() or self.tokenizer.decode(ids) != text:
             raise InputError(
-                f"a message contains the text of a control token ({text!r:.80}), and this tokenizer cannot encode it as text: "
+                f"a message contains the text of a control token ({text!r:.80}), and this tokenizer cannot "
+                f"encode it as text: "
                 "remove it from the message"
             )
         return ids
@@ -400,7 +431,9 @@ def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
 def _guard_texts(value: Any, pattern: re.Pattern[str]) -> Any:
     """A value in which every text is guarded. Lone surrogates become U+FFFD, because tokenizers cannot read them."""
     if isinstance(value, str):
-        clean = value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        clean = (
+            value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        )
         return pattern.sub(lambda found: found[0][0] + _GUARD + found[0][1:], clean)
     if isinstance(value, dict):
         return {_guard_texts(k, pattern): _guard_texts(v, pattern) for k, v in value.items() if k != PICTURE}
@@ -423,7 +456,14 @@ __all__ = ["Message", "is_conversational", "render_prompt", "template_of", "with
 
 _logger = logging.getLogger(__name__)
 
-_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+_VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tiktoken.model",
+)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -447,7 +487,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         # Which of these errors transformers raises depends on the missing file.
-        raise InputError(f"model {path} comes without a usable tokenizer: {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"model {path} comes without a usable tokenizer: {type(error).__name__}: {error}"
+        ) from error
     return guard_tokenizer(tokenizer)
 
 
@@ -472,9 +514,10 @@ def embedding_rows(model: PreTrainedModel) -> int:
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that the tokenizer's special ids have embeddings, and write the pad id into the model's config.
 
-    Usually the tokenizer is smaller than the embedding, whose rows are padded to a round number. A larger tokenizer has tokens
-    without an embedding, which neither the model nor an engine can compute with. Some published models have one that no text gives
-    (Gemma 3: the token of an image). Therefore a prompt that has such a token is refused (`check_embedded`), and not the tokenizer.
+    Usually the tokenizer is smaller than the embedding, whose rows are padded to a round number. A larger tokenizer
+    has tokens without an embedding, which neither the model nor an engine can compute with. Some published models
+    have one that no text gives (Gemma 3: the token of an image). Therefore a prompt that has such a token is refused
+    (`check_embedded`), and not the tokenizer.
 
     Raises:
         InputError: the model cannot embed the pad token or the end token.
@@ -483,12 +526,14 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     for title, needed in (("pad", tokenizer.pad_token_id), ("end-of-sequence", tokenizer.eos_token_id)):
         if needed is not None and needed >= rows:
             raise InputError(
-                f"the tokenizer's {title} token has id {needed} but the model embeds only {rows} tokens: give the tokenizer a "
+                f"the tokenizer's {title} token has id {needed} but the model embeds only {rows} tokens: give "
+                f"the tokenizer a "
                 "token that the model has (embeddings are never resized here: the engine would keep the old vocabulary)"
             )
     if beyond := sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= rows):
         _logger.warning(
-            f"the tokenizer has {len(beyond)} tokens that the model cannot embed ({beyond[0][1]!r} with id {beyond[0][0]} first; "
+            f"the tokenizer has {len(beyond)} tokens that the model cannot embed ({beyond[0][1]!r} with id "
+            f"{beyond[0][0]} first; "
             f"the model embeds {rows}): a prompt with one of them is refused"
         )
     model.config.pad_token_id = tokenizer.pad_token_id
@@ -509,7 +554,8 @@ def check_embedded(ids: Ids, rows: int, what: str) -> None:
     """
     if (largest := int(ids.max())) >= rows:
         raise InputError(
-            f"{what} has token id {largest} but the model embeds only {rows} tokens: take the text of that token out, or remove "
+            f"{what} has token id {largest} but the model embeds only {rows} tokens: take the text of that "
+            f"token out, or remove "
             "the token from the tokenizer (embeddings are never resized here: the engine would keep the old vocabulary)"
         )
 

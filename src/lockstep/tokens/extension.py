@@ -40,7 +40,15 @@ from transformers.utils import get_json_schema
 
 from lockstep.errors import InputError, ProofError
 from lockstep.tokens.arrays import Ids, joined
-from lockstep.tokens.chat import Content, HasPictureIds, Message, Template, picture_part, pictures_in, shared_start
+from lockstep.tokens.chat import (
+    Content,
+    HasPictureIds,
+    Message,
+    Template,
+    picture_part,
+    pictures_in,
+    shared_start,
+)
 from lockstep.tokens.tool_calls import ToolCall, schemas_of
 from lockstep.tokens.turns import Conventions, ParsedTurn, TurnReader, made_up_call, tool_call_field
 
@@ -87,18 +95,23 @@ class Continuation:
         self.template, self.reader, self._end_ids = template, reader, frozenset(end_ids)
         self._end_texts = [text for i in self._end_ids if (text := template.control.get(i))]
 
-    def rendered(self, messages: Sequence[Message], turn: Message, new_messages: Sequence[Message]) -> tuple[str, int]:
-        """The text of a conversation with a turn and the messages after it, and the position of the token that closes the turn.
+    def rendered(
+        self, messages: Sequence[Message], turn: Message, new_messages: Sequence[Message]
+    ) -> tuple[str, int]:
+        """The text of a conversation with a turn and the messages after it, and the position of the token that closes
+        the turn.
 
-        If there are no messages after the turn, the text ends with the turn. If the template then does not close the turn, the
-        position is the end of the text.
+        If there are no messages after the turn, the text ends with the turn. If the template then does not close the
+        turn, the position is the end of the text.
 
         Raises:
             InputError: the template refuses these messages, or does not close the turn with an end token.
         """
         *earlier, last = _with_turn(messages, turn)
         render = self.template.text if new_messages else self.template.finished
-        text, changed = (render([*earlier, message, *new_messages]) for message in (last, _with_other_end(last)))
+        text, changed = (
+            render([*earlier, message, *new_messages]) for message in (last, _with_other_end(last))
+        )
         # The common end of both texts begins inside the turn, or at the token that closes it.
         common_end = len(text) - shared_start(text[::-1], changed[::-1])
         positions = [position for end in self._end_texts if (position := text.find(end, common_end)) >= 0]
@@ -106,7 +119,8 @@ class Continuation:
             return text, len(text)
         if not positions:
             raise InputError(
-                "the chat template does not close an assistant turn with an end token before the next message: name the token "
+                "the chat template does not close an assistant turn with an end token before the next "
+                "message: name the token "
                 "that ends a turn in the model's generation config (eos_token_id), or use another template"
             )
         return text, min(positions)
@@ -143,7 +157,8 @@ class Continuation:
         whole = self.template.ids(text, pictures_in([*messages, *new_messages]))
         if np.array_equal(ids, whole):
             return
-        # A branch may leave out the sampled end token if the template ends the turn with another token. It keeps all other tokens.
+        # A branch may leave out the sampled end token if the template ends the turn with another token. It keeps all
+        # other tokens.
         shortest = len(own_ids) - (len(own_ids) > end and int(own_ids[-1]) in self._end_ids)
         for length in range(len(own_ids), shortest - 1, -1):
             sampled, inserted = own_ids[end:length], ids[length:]
@@ -152,7 +167,8 @@ class Continuation:
         if not np.array_equal(ids[:shortest], own_ids[:shortest]):
             raise ProofError(
                 "turns",
-                "the ids before the next turn do not begin with the ids before the last turn and the ids that were sampled in it",
+                "the ids before the next turn do not begin with the ids before the last turn and the ids that "
+                "were sampled in it",
                 "sampled turns were decoded and encoded again, or belong to another rollout",
                 "this is a defect of Lockstep: report it with this message",
             )
@@ -160,16 +176,24 @@ class Continuation:
         found_text, wanted_text = (self.template.tokenizer.decode(part.tolist()) for part in (found, wanted))
         raise ProofError(
             "template",
-            f"the ids after a turn are {found_text!r:.200}, and the chat template ends this conversation with {wanted_text!r:.200}",
-            "the token that closes the turn is missing or doubled, or the inserted messages are those of another rollout",
+            f"the ids after a turn are {found_text!r:.200}, and the chat template ends this conversation with "
+            f"{wanted_text!r:.200}",
+            "the token that closes the turn is missing or doubled, or the inserted messages are those of "
+            "another rollout",
             "this is a defect of Lockstep: report it with this message and the name of the model",
         )
 
     def _ends_whole(self, turn: Ids, inserted: Ids, whole: Ids) -> bool:
-        """Whether the whole conversation, from the token that closes the turn, ends with the sampled and the inserted ids."""
+        """Whether the whole conversation, from the token that closes the turn, ends with the sampled and the inserted
+        ids.
+        """
         for sampled in range(len(turn) + 1):
             tail = joined([turn[len(turn) - sampled :], inserted])
-            if not len(tail) or int(tail[0]) not in self._end_ids or not np.array_equal(whole[-len(tail) :], tail):
+            if (
+                not len(tail)
+                or int(tail[0]) not in self._end_ids
+                or not np.array_equal(whole[-len(tail) :], tail)
+            ):
                 continue
             before = turn[len(turn) - sampled - 1 : len(turn) - sampled]
             # An end token before the one that closes the turn would close it twice.
@@ -182,7 +206,10 @@ class Continuation:
 
 def closing_tokens(template: Template) -> set[int]:
     """The control tokens that the template writes after a made-up turn, before a message of the user or of a tool."""
-    messages: list[Message] = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "said wombat"}]
+    messages: list[Message] = [
+        {"role": "user", "content": "asked"},
+        {"role": "assistant", "content": "said wombat"},
+    ]
     found = set()
     for role in ("user", "tool"):
         try:
@@ -197,14 +224,19 @@ def closing_tokens(template: Template) -> set[int]:
 
 
 def _overlap(turn: Ids, suffix: Ids) -> int:
-    """How many ids at the start of a suffix are already at the end of a turn, because the model has sampled them to close it."""
+    """How many ids at the start of a suffix are already at the end of a turn, because the model has sampled them to
+    close it.
+    """
     turn_end = turn[len(turn) - min(len(turn), len(suffix)) :]
     lengths = (len(turn_end) - np.flatnonzero(turn_end == suffix[0])).tolist()
     return next((n for n in lengths if np.array_equal(turn_end[len(turn_end) - n :], suffix[:n])), 0)
 
 
 def _with_turn(messages: Sequence[Message], turn: Message) -> list[Message]:
-    """The conversation with a turn at its end. If its last message is the assistant's, the turn is joined with this message."""
+    """The conversation with a turn at its end.
+
+    If its last message is the assistant's, the turn is joined with this message.
+    """
     if not messages or messages[-1]["role"] != "assistant":
         return [*messages, turn]
     last = messages[-1]
@@ -216,28 +248,58 @@ def _with_other_end(message: Message) -> Message:
     if calls := message.get("tool_calls"):
         function = calls[-1]["function"]
         text = isinstance(function["arguments"], str)
-        other = {**calls[-1], "function": {**function, "arguments": '{"other": "end"}' if text else {"other": "end"}}}
+        other = {
+            **calls[-1],
+            "function": {**function, "arguments": '{"other": "end"}' if text else {"other": "end"}},
+        }
         return {**message, "tool_calls": [*calls[:-1], other]}
     return {**message, "content": (message.get("content") or "") + "other end"}
 
 
 EXTENDS, BRANCHES, REFUSED = "extends", "branches", "refused"
-CALLS = ("call, result", "text and call, result", "two calls, results", "thinking and call, result", "answer, result")
+CALLS = (
+    "call, result",
+    "text and call, result",
+    "two calls, results",
+    "thinking and call, result",
+    "answer, result",
+)
 USER_TURN = "answer, user"
 CASES = (USER_TURN, "thinking, user", *CALLS)
-_PIECES = ("tell me", " ", "\n", "é", "日本", "🙂", "a  b", ".\n\n", "12 + 34", "\t", "<b>", "{}", "I'm", "\u00a0x")
+_PIECES = (
+    "tell me",
+    " ",
+    "\n",
+    "é",
+    "日本",
+    "🙂",
+    "a  b",
+    ".\n\n",
+    "12 + 34",
+    "\t",
+    "<b>",
+    "{}",
+    "I'm",
+    "\u00a0x",
+)
 _DRAWS = 6
 
 
 def proven_cases(continuation: Continuation) -> dict[str, str]:
     """The outcome of each case that the template supports: "extends", "branches: reason" or "refused: reason"."""
-    return {case: _outcome(continuation, case) for case in CASES if _applies(continuation.reader.conventions, case)}
+    return {
+        case: _outcome(continuation, case)
+        for case in CASES
+        if _applies(continuation.reader.conventions, case)
+    }
 
 
 def _applies(conventions: Conventions, case: str) -> bool:
     if "thinking" in case and conventions.thinking_field is None:
         return False
-    return conventions.shows_calls if "call" in case else case != "answer, result" or not conventions.shows_calls
+    return (
+        conventions.shows_calls if "call" in case else case != "answer, result" or not conventions.shows_calls
+    )
 
 
 def _outcome(continuation: Continuation, case: str) -> str:
@@ -254,7 +316,9 @@ def drawn(continuation: Continuation, case: str) -> Iterator[tuple[list[Message]
     """Random conversations of a case: the messages before a turn, the turn, and the messages that follow it."""
     conventions, draw = continuation.reader.conventions, random.Random(case)
     for _ in range(_DRAWS):
-        question, answer, thought, result = ("".join(draw.choices(_PIECES, k=draw.randint(0, 6))) for _ in range(4))
+        question, answer, thought, result = (
+            "".join(draw.choices(_PIECES, k=draw.randint(0, 6))) for _ in range(4)
+        )
         calls = [
             made_up_call(conventions, "look_up", {"city": f"P{n} é日本", "count": n}, n)
             for n in range(1 + ("two" in case))
@@ -284,7 +348,8 @@ def _proven(
     template = continuation.template
     before = template.text(asked)
     text, at = continuation.rendered(asked, last, follow)
-    # A template may hide the thinking of earlier turns. A model samples the turn as the template shows it while it is the last one.
+    # A template may hide the thinking of earlier turns. A model samples the turn as the template shows it while it is
+    # the last one.
     own, end = continuation.rendered(asked, last, ()) if thinks else (text, at)
     if not own.startswith(before):
         return f"{BRANCHES}: {EARLIER_DIFFERS}"
@@ -301,7 +366,9 @@ def _proven(
     def is_whole(sampled: Ids, step: Insert | Branch) -> bool:
         ids = step.ids if isinstance(step, Branch) else joined([context, sampled, step.ids])
         return (
-            template.tokenizer.decode(ids) == template.tokenizer.decode(whole) if joins else np.array_equal(ids, whole)
+            template.tokenizer.decode(ids) == template.tokenizer.decode(whole)
+            if joins
+            else np.array_equal(ids, whole)
         )
 
     steps = []
@@ -345,8 +412,8 @@ class Extension:
         tools: functions with type hints and docstring, or JSON schemas in OpenAI's form.
         tool_format: the format of the tool calls (`tokens/tool_calls.py`). None: the format in which the template
             renders them.
-        placeholder: the id of the template's text for a picture; None: no message shows pictures. A message contains a picture as
-            one part of its content (`tokens/chat.py`).
+        placeholder: the id of the template's text for a picture; None: no message shows pictures. A message contains
+            a picture as one part of its content (`tokens/chat.py`).
 
     Attributes:
         conventions: how the template renders an assistant turn.
@@ -377,7 +444,8 @@ class Extension:
         self.conventions, self.reads_calls = self._reader.conventions, self._reader.reads_calls
         if tools and not self.reads_calls:
             raise InputError(
-                "the chat template renders tool calls in no format that can be read here: name the format with tool_format, or "
+                "the chat template renders tool calls in no format that can be read here: name the format "
+                "with tool_format, or "
                 "give the model a template with a known one"
             )
         self.cases = proven_cases(self.continuation)
@@ -416,9 +484,15 @@ class Extension:
         Args:
             picture: any picture that was processed for the model.
         """
-        messages: list[Message] = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "now"}]
+        messages: list[Message] = [
+            {"role": "user", "content": "look"},
+            {"role": "assistant", "content": "now"},
+        ]
         call = ToolCall("look", {}, "123456789")
-        for shown in (self.result(call, [picture_part(picture)]), {"role": "user", "content": [picture_part(picture)]}):
+        for shown in (
+            self.result(call, [picture_part(picture)]),
+            {"role": "user", "content": [picture_part(picture)]},
+        ):
             try:
                 self.prompt([*messages, shown])
             except InputError as error:
@@ -431,7 +505,8 @@ class Extension:
         """What follows a sampled turn: the new messages and the opening of the next assistant turn.
 
         Args:
-            messages: the conversation before the turn. If its last message is the assistant's, the turn continues that message.
+            messages: the conversation before the turn. If its last message is the assistant's, the turn continues
+                that message.
             context_ids: (C,) the ids before the turn.
             turn_ids: (N,) ids of the turn, with the token that ended it if the engine sampled one.
             new_messages: results of tools, or the next message of the user.
@@ -449,14 +524,17 @@ class Extension:
         new_messages: Sequence[Message],
         ids: Ids,
     ) -> None:
-        """Check the ids before the next turn. The template renders the conversation again, and its end must have the same ids.
+        """Check the ids before the next turn.
+
+        The template renders the conversation again, and its end must have the same ids.
 
         Args:
             messages, context_ids, turn_ids, new_messages: as in `next`.
             ids: (I,) all ids before the next turn, as they are in the rollout.
 
         Raises:
-            ProofError: the token that closes the turn is missing or doubled, or the inserted ids are not the new messages.
+            ProofError: the token that closes the turn is missing or doubled, or the inserted ids are not the new
+                messages.
         """
         turn = self._reader.read(turn_ids).message
         own = joined([context_ids, turn_ids])

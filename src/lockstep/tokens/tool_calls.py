@@ -156,7 +156,11 @@ def _call(value: Any, arguments_key: str = "arguments") -> ToolCall:
     """The call that a JSON object with a name and arguments describes."""
     if not isinstance(value, dict):
         raise BadCall("is not a JSON object")
-    name, arguments, call_id = value.get("name"), value.get(arguments_key, value.get("arguments", {})), value.get("id")
+    name, arguments, call_id = (
+        value.get("name"),
+        value.get(arguments_key, value.get("arguments", {})),
+        value.get("id"),
+    )
     if not isinstance(name, str) or not name:
         raise BadCall('has no "name"')
     return _checked(name, arguments, call_id if isinstance(call_id, str) else None)
@@ -186,7 +190,9 @@ def _between(
         try:
             calls, end = read(text, inside)
             if not text.startswith(closing, end):
-                raise BadCall(f"does not end after its arguments, but continues with {text[end : end + 20]!r}")
+                raise BadCall(
+                    f"does not end after its arguments, but continues with {text[end : end + 20]!r}"
+                )
             at = end + len(closing)
             found.calls += calls
         except BadCall as error:
@@ -221,7 +227,9 @@ def _llama3_json(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
             found.calls.append(_call(value, "parameters"))
             if at < len(text):
                 if text[at] not in ";{":
-                    raise BadCall(f"does not end after its arguments, but continues with {text[at : at + 20]!r}")
+                    raise BadCall(
+                        f"does not end after its arguments, but continues with {text[at : at + 20]!r}"
+                    )
                 at += text[at] == ";"
     except BadCall as error:
         return FoundCalls([text], [], [str(error)])
@@ -229,7 +237,10 @@ def _llama3_json(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
 
 
 def _harmony(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
-    """`to=functions.name<|channel|>commentary json<|message|>{...}<|call|>`. The channel is before or after the name."""
+    """`to=functions.name<|channel|>commentary json<|message|>{...}<|call|>`.
+
+    The channel is before or after the name.
+    """
     channel, message, call = re.escape(mark("<|channel|>")), re.escape(mark("<|message|>")), mark("<|call|>")
     kind = rf"(?:{re.escape(mark('<|constrain|>'))})?\s*(?:json)?\s*"
     commentary = rf"\s*(?:{channel}commentary)?\s*"
@@ -369,7 +380,9 @@ def _glm(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
 
 _BARE_KEY = re.compile(r"[\w.-]+")
 # A literal or a number, or a bare word. `2024-01-05` and `nullable` are words.
-_BARE_VALUE = re.compile(r"(true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?)(?![\w.+-])|([\w.+-]+)")
+_BARE_VALUE = re.compile(
+    r"(true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?)(?![\w.+-])|([\w.+-]+)"
+)
 
 
 def _gemma(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
@@ -431,13 +444,19 @@ def _deepseek(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
 
 
 def _kimi(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
-    """`<|tool_calls_section_begin|>`, then each call with its id `functions.name:0` and JSON, then `<|tool_calls_section_end|>`."""
+    """`<|tool_calls_section_begin|>`, then each call with its id `functions.name:0` and JSON, then
+    `<|tool_calls_section_end|>`.
+    """
     name = r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*"
     head = re.compile(
         rf"\s*{re.escape(mark('<|tool_call_begin|>'))}{name}{re.escape(mark('<|tool_call_argument_begin|>'))}"
     )
     return _section(
-        text, mark("<|tool_calls_section_begin|>"), mark("<|tool_calls_section_end|>"), head, mark("<|tool_call_end|>")
+        text,
+        mark("<|tool_calls_section_begin|>"),
+        mark("<|tool_calls_section_end|>"),
+        head,
+        mark("<|tool_call_end|>"),
     )
 
 
@@ -541,7 +560,8 @@ def read_calls(turn: Marked, text: str, form: str, schemas: Schemas) -> FoundCal
 
     Args:
         form: a key of `FORMATS`.
-        schemas: JSON schema of the arguments, by tool name. Formats that write values without their type need the schema.
+        schemas: JSON schema of the arguments, by tool name. Formats that write values without their type need the
+            schema.
     """
     return FORMATS[form](text, turn.mark, schemas)
 
@@ -553,7 +573,10 @@ def schemas_of(tools: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def text_before_calls(text: str, form: str | None) -> str:
-    """The beginning of an unfinished turn's text that is surely outside every call. `form` is a key of `FORMATS`, or None."""
+    """The beginning of an unfinished turn's text that is surely outside every call.
+
+    `form` is a key of `FORMATS`, or None.
+    """
     if form not in _OPENINGS or text[:1].isspace():
         # If a call follows, the white space around the text is removed. So this text is not yet sure.
         return ""

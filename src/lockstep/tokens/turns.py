@@ -58,8 +58,8 @@ class Conventions:
         thinking: the text before and the text after the thinking.
         thinks_first: whether the opening of a turn already contains the text before the thinking.
         content_mark: the text before the content (gpt-oss names a channel there). Usually empty.
-        tool_format: the format of the tool calls (`FORMATS`). None: the user named no format, and the template renders no calls or
-            renders them in an unknown format.
+        tool_format: the format of the tool calls (`FORMATS`). None: the user named no format, and the template
+            renders no calls or renders them in an unknown format.
         shows_calls: whether the template renders `tool_calls`. If not, calls stay in the content.
         arguments_as_text: whether the template takes the arguments as JSON text instead of a dict.
         call_id: the form of a call's id, with the places {name} and {n}.
@@ -119,7 +119,9 @@ class TurnReader:
         errors = [f"The tool call {error}." for error in found.errors]
         limit = self.conventions.max_calls
         if limit is not None and len(found.calls) > limit:
-            errors.append(f"Only the first tool call of a turn is used; {len(found.calls) - limit} more was ignored.")
+            errors.append(
+                f"Only the first tool call of a turn is used; {len(found.calls) - limit} more was ignored."
+            )
         calls = tuple(found.calls[:limit])
         content = found.content.strip() if calls else found.content
         calls = tuple(replace(c, id=c.id or _own_id(turn_ids, n)) for n, c in enumerate(calls))
@@ -138,7 +140,9 @@ class TurnReader:
             return {"role": "user", "content": content}
         return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}
 
-    def _message(self, content: str, reasoning: str | None, calls: tuple[ToolCall, ...], whole_text: str) -> Message:
+    def _message(
+        self, content: str, reasoning: str | None, calls: tuple[ToolCall, ...], whole_text: str
+    ) -> Message:
         conventions = self.conventions
         if calls and not conventions.shows_calls:
             return {"role": "assistant", "content": whole_text}
@@ -165,7 +169,9 @@ def _read(template: Template, conventions: Conventions, ids: Ids, schemas: Schem
     text = turn.text
     (before, after), content_mark = map(turn.mark, conventions.thinking), turn.mark(conventions.content_mark)
     start = len(text) - len(text.lstrip())
-    begins = start + len(before) if text.startswith(before, start) else 0 if conventions.thinks_first else None
+    begins = (
+        start + len(before) if text.startswith(before, start) else 0 if conventions.thinks_first else None
+    )
     reasoning, rest = None, 0
     if begins is not None:
         end = text.find(after, begins)
@@ -176,7 +182,9 @@ def _read(template: Template, conventions: Conventions, ids: Ids, schemas: Schem
         answer = answer.lstrip()[len(content_mark) :]
     head = text[: len(text) - len(answer)]
     found = (
-        read_calls(turn, answer, conventions.tool_format, schemas) if conventions.tool_format else FoundCalls([answer])
+        read_calls(turn, answer, conventions.tool_format, schemas)
+        if conventions.tool_format
+        else FoundCalls([answer])
     )
     outside = turn.plain("".join(found.outside))
     content = outside
@@ -221,7 +229,8 @@ def _conventions(template: Template, ends: frozenset[int], named: str | None) ->
     plain = template.finished([*asked, _assistant_message()])
     if _ASKED not in before or _SAID not in plain:
         raise InputError(
-            "the chat template does not show the text of a message: it may need messages of another form (lists of parts). "
+            "the chat template does not show the text of a message: it may need messages of another form "
+            "(lists of parts). "
             "Use a template that takes text as content"
         )
     mark = plain[len(before) : plain.index(_SAID)].strip() if plain.startswith(before) else ""
@@ -270,7 +279,9 @@ def _thinking(
         common = shared_start(before, text)
         start = before[:common].rstrip()
         opening = text[common : text.index(_THOUGHT)].strip()
-        closing = text[text.index(_THOUGHT) + len(_THOUGHT) : text.index(_SAID)].strip().removesuffix(content_mark)
+        closing = (
+            text[text.index(_THOUGHT) + len(_THOUGHT) : text.index(_SAID)].strip().removesuffix(content_mark)
+        )
         if not opening:
             opening = _THINK if start.endswith(_THINK) else opening
         return name, (opening or _THINK, closing or _THINK_END)
@@ -284,7 +295,9 @@ def _with_calls(
     for as_text, call_id in product((False, True), _CALL_IDS):
         trial = replace(conventions, arguments_as_text=as_text, call_id=call_id)
         calls = [tool_call_field(trial, made_up_call(trial, _NAME, _ARGUMENTS, n)) for n in range(2)]
-        results = [{"role": "tool", "name": _NAME, "content": _RESULT, "tool_call_id": call["id"]} for call in calls]
+        results = [
+            {"role": "tool", "name": _NAME, "content": _RESULT, "tool_call_id": call["id"]} for call in calls
+        ]
         called = {"role": "assistant", "content": "", "tool_calls": calls[:1]}
         shown = _shown(template, [*asked, called, results[0]], *map(str, words), _RESULT)
         if shown is None:
@@ -296,7 +309,10 @@ def _with_calls(
             trial = replace(trial, tool_format=_format(template, ends, trial, asked, called))
         return trial
     if _shown(
-        template, [*asked, _assistant_message(), {"role": "tool", "name": _NAME, "content": _RESULT}], _SAID, _RESULT
+        template,
+        [*asked, _assistant_message(), {"role": "tool", "name": _NAME, "content": _RESULT}],
+        _SAID,
+        _RESULT,
     ):
         return replace(conventions, result_role="tool")
     return conventions
@@ -311,10 +327,17 @@ def _format(
     shared = shared_start(before, text)
     # The difference may begin in the middle of a control token.
     start = max(
-        (found.start() for found in template.control_pattern.finditer(text) if found.start() < shared < found.end()),
+        (
+            found.start()
+            for found in template.control_pattern.finditer(text)
+            if found.start() < shared < found.end()
+        ),
         default=shared,
     )
-    ids, conventions = _without_end(template.ids(text[start:]), ends), replace(conventions, thinks_first=False)
+    ids, conventions = (
+        _without_end(template.ids(text[start:]), ends),
+        replace(conventions, thinks_first=False),
+    )
     schemas = {_NAME: {"properties": {"city": {"type": "string"}, "count": {"type": "integer"}}}}
     for name in FORMATS:
         _, parts = _read(template, replace(conventions, tool_format=name), ids, schemas)

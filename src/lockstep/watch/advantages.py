@@ -46,7 +46,8 @@ class Scored:
         branches: name and number of sampled tokens of each of its sequences.
         scores: one score per reward function; None: no score.
         failed, cut: whether it could not be finished, and whether the length limit cut it.
-        old_logps, ref_logps, values: (N,) under the policy, the reference model and the critic, where the method uses them.
+        old_logps, ref_logps, values: (N,) under the policy, the reference model and the critic, where the method uses
+            them.
     """
 
     name: str
@@ -138,7 +139,9 @@ class AdvantageProof:
     ) -> dict[str, tuple[list[float], float]]:
         """One advantage per completion, repeated for each of its tokens."""
         pairs = [
-            (c, a) for group, own in zip(self._groups, groups, strict=True) for c, a in zip(group, own, strict=True)
+            (c, a)
+            for group, own in zip(self._groups, groups, strict=True)
+            for c, a in zip(group, own, strict=True)
         ]
         return {c.name: ([0.0 if a is None else a] * c.length, slack * (1 + abs(a or 0.0))) for c, a in pairs}
 
@@ -147,7 +150,9 @@ class AdvantageProof:
         if settings.multi_objective_aggregation == "normalize_then_sum":
             count = len(self._all[0].scores)
             weights = [*self._reward_weights, *([1.0] * count)][:count]
-            flat = define.gdpo([[[c.scores[k] for c in g] for k in range(count)] for g in self._groups], weights)
+            flat = define.gdpo(
+                [[[c.scores[k] for c in g] for k in range(count)] for g in self._groups], weights
+            )
             rows = iter(flat)
             return self._spread([[next(rows) for _ in group] for group in self._groups])
         # The run computes in float32.
@@ -180,7 +185,9 @@ class AdvantageProof:
             low, high = settings.reward_clip_range
             groups = [[None if r is None else min(max(r, low), high) for r in own] for own in groups]
         if settings.beta != 0.0:
-            paid = [[0.0 if c.name in self._masked else math.fsum(c.divergences) for c in g] for g in self._groups]
+            paid = [
+                [0.0 if c.name in self._masked else math.fsum(c.divergences) for c in g] for g in self._groups
+            ]
             groups = [
                 [None if r is None else r - settings.beta * kl for r, kl in zip(own, kls, strict=True)]
                 for own, kls in zip(groups, paid, strict=True)
@@ -190,7 +197,11 @@ class AdvantageProof:
             kept = [define.has_comparison(own) for own in groups]
             rows = iter(
                 define.whitened(
-                    [a if k else None for own, ks in zip(made, kept, strict=True) for a, k in zip(own, ks, strict=True)]
+                    [
+                        a if k else None
+                        for own, ks in zip(made, kept, strict=True)
+                        for a, k in zip(own, ks, strict=True)
+                    ]
                 )
             )
             made = [[next(rows) for _ in own] for own in made]
@@ -232,7 +243,9 @@ class AdvantageProof:
         self, values: Mapping[str, Sequence[float]], learned: Mapping[str, bool]
     ) -> dict[str, tuple[list[float], float]]:
         """Values per token, whitened over the tokens of the generation that are learned from."""
-        rows = iter(define.whitened([v if learned[c.name] else None for c in self._all for v in values[c.name]]))
+        rows = iter(
+            define.whitened([v if learned[c.name] else None for c in self._all for v in values[c.name]])
+        )
         made = {c.name: [next(rows) or 0.0 for _ in range(c.length)] for c in self._all}
         return {name: (own, _LOOSE * (1 + max(map(abs, own), default=0.0))) for name, own in made.items()}
 
@@ -243,7 +256,9 @@ class AdvantageProof:
             paid = []
             for c in (first, second):
                 reward = self._rewards[c.name]
-                paid.append(None if reward is None else float(np.float32(reward - (penalty if c.cut else 0.0))))
+                paid.append(
+                    None if reward is None else float(np.float32(reward - (penalty if c.cut else 0.0)))
+                )
             empty = not (first.length and second.length)
             signs.append((0.0, 0.0) if empty else define.preference(*paid))
         return self._spread(signs)
@@ -255,7 +270,9 @@ class AdvantageProof:
             average = _AVERAGES.get(settings.loss_type, "tokens")
         dropped: set[str] = set()
         if method == "grpo" and settings.filter_zero_variance:
-            groups = [(g, [None if r is None else float(np.float32(r)) for r in self._of(g)]) for g in self._groups]
+            groups = [
+                (g, [None if r is None else float(np.float32(r)) for r in self._of(g)]) for g in self._groups
+            ]
             dropped = {c.name for group, own in groups if not _varies(own) for c in group}
         weights = {c.name: 0.0 for c in self._all}
         size = settings.completions_per_step
@@ -271,7 +288,9 @@ class AdvantageProof:
 
     # ---- comparison -------------------------------------------------------------------------------------------------
 
-    def check(self, names: Sequence[str], lengths: Sequence[int], advantages: np.ndarray, weights: np.ndarray) -> None:
+    def check(
+        self, names: Sequence[str], lengths: Sequence[int], advantages: np.ndarray, weights: np.ndarray
+    ) -> None:
         """Compare sequences, one after the other, with the values with which they must enter the loss.
 
         Args:
@@ -285,7 +304,9 @@ class AdvantageProof:
         for name, length in zip(names, lengths, strict=True):
             due = self._expected.get(name)
             if due is None or len(due.advantages) != length:
-                raise _wrong(f"{name} enters the loss with {length} tokens and is not a completion of this generation")
+                raise _wrong(
+                    f"{name} enters the loss with {length} tokens and is not a completion of this generation"
+                )
             own, weight = advantages[start : start + length], weights[start : start + length]
             start += length
             off = np.abs(own.astype(np.float64) - due.advantages)
@@ -297,7 +318,8 @@ class AdvantageProof:
                 )
             if not bool((np.abs(weight.astype(np.float64) - due.weight) <= 1e-5 * due.weight).all()):
                 raise _wrong(
-                    f"the tokens of {name} enter the loss with a weight of {weight[0]:.6g}; the lengths of the step give "
+                    f"the tokens of {name} enter the loss with a weight of {weight[0]:.6g}; the lengths of "
+                    f"the step give "
                     f"{due.weight:.6g}"
                 )
 
@@ -312,7 +334,8 @@ def _wrong(found: str) -> ProofError:
         "advantages",
         found,
         "advantages or weights were changed, permuted or computed from other completions, or by another rule",
-        "let nothing change a generation between its rewards and its loss; otherwise this is a defect of Lockstep: report it",
+        "let nothing change a generation between its rewards and its loss; otherwise this is a defect of "
+        "Lockstep: report it",
     )
 
 

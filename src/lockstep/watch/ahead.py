@@ -50,7 +50,8 @@ from lockstep.watch.push import canary_gap, canary_sequences, check_canary
 from lockstep.watch.tolerances import Tolerance
 
 Sequences = dict[str, tuple[int, ...]]
-# At least this many sampled tokens of a generation are compared, if it has as many. A mean over that many roundings is steady.
+# At least this many sampled tokens of a generation are compared, if it has as many. A mean over that many roundings
+# is steady.
 LEAST = PooledGap.enough
 
 
@@ -115,7 +116,9 @@ class ProofsAhead:
         """
         context = self.engine.settings().max_model_len
         canary = canary_sequences(embedding_rows(self.model), context)
-        drawn = {f"again/{c.key}": c for c in _drawn(completions, LEAST, (self.seed, version)) if _fits(c, context)}
+        drawn = {
+            f"again/{c.key}": c for c in _drawn(completions, LEAST, (self.seed, version)) if _fits(c, context)
+        }
         sequences = canary | {name: tuple(_path(c, context).tolist()) for name, c in drawn.items()}
         if isinstance(self.engine, VLLMServer):
             answer = self.engine.submit_scores(sequences, limit=limit)
@@ -152,7 +155,9 @@ class ProofsAhead:
         )
 
     def _again(self, completion: Completion, scores: tuple[float, ...]) -> GapStats:
-        """The gap of a completion at temperature 1, over its sampled tokens, between the engine's scores and a plain forward."""
+        """The gap of a completion at temperature 1, over its sampled tokens, between the engine's scores and a plain
+        forward.
+        """
         before = len(completion.prompt_ids)
         ids = _path(completion, len(scores) + 2)
         places = torch.from_numpy(completion.sampled_places[completion.sampled_places < len(ids) - before])
@@ -240,7 +245,8 @@ def check_staleness(completions: Iterable[Completion], version: int, most: int) 
         if oldest < version - most or newest > version:
             raise ProofError(
                 "staleness",
-                f"request {completion.key} has tokens of versions {oldest} to {newest}, at version {version} with a staleness of "
+                f"request {completion.key} has tokens of versions {oldest} to {newest}, at version {version} "
+                f"with a staleness of "
                 f"at most {most}",
                 "generations were not used in order, or the engine delayed a request over too many pushes",
                 "report it with this message; max_staleness=0 runs without generations ahead",

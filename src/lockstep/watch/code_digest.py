@@ -1,4 +1,5 @@
-"""Digests of the user's code: a function with everything that it reaches, so that a resumed run notices a changed reward.
+"""Digests of the user's code: a function with everything that it reaches, so that a resumed run notices a changed
+reward.
 
 Two things are digested. The *files* of the user's that the function reaches, each whole (`own_files.py`). And the
 *objects* that it reaches when the run begins: the text of functions and classes, and the values of globals,
@@ -57,7 +58,9 @@ _HOLDERS: dict[type, tuple[str, ...]] = {
 # A longer collection is described by its digest.
 _LONGEST = 10_000
 # Attributes that Python itself gives to classes and functions.
-_OF_PYTHON = re.compile(r"__\w+__|_abc_impl|_member_\w+|_value2member_map_|_hashable_values_|_unhashable_values\w*")
+_OF_PYTHON = re.compile(
+    r"__\w+__|_abc_impl|_member_\w+|_value2member_map_|_hashable_values_|_unhashable_values\w*"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +192,9 @@ class _Walk:
             self._say(names, text if len(text) <= _LONGEST else text_digest(text))
         except (TypeError, ValueError, RecursionError):
             if isinstance(value, Mapping):
-                items = [(str(key) if isinstance(key, _PLAIN) else "", key, part) for key, part in value.items()]
+                items = [
+                    (str(key) if isinstance(key, _PLAIN) else "", key, part) for key, part in value.items()
+                ]
             elif isinstance(value, Set):
                 items = [("", None, part) for part in sorted(value, key=str)]
             else:
@@ -238,7 +243,9 @@ class _Walk:
         if not is_own:
             self._say(
                 names,
-                self._text(value) if root and not is_lockstep(value) else f"{value.__module__}.{value.__qualname__}",
+                self._text(value)
+                if root and not is_lockstep(value)
+                else f"{value.__module__}.{value.__qualname__}",
             )
             return
         self._seen[id(value)] = value
@@ -272,7 +279,9 @@ class _Walk:
             return
         codes = list(_codes(function))
         names = {name for code in codes for name in code.co_names}
-        used = {str(step.argval) for code in codes for step in dis.get_instructions(code) if _is_of_globals(step)}
+        used = {
+            str(step.argval) for code in codes for step in dis.get_instructions(code) if _is_of_globals(step)
+        }
         for name in sorted(used & function.__globals__.keys()):
             found = function.__globals__[name]
             if isinstance(found, types.ModuleType):
@@ -298,10 +307,16 @@ _HOLDING = (types.FunctionType, types.MethodType, functools.partial, *_COLLECTIO
 
 def _attributes(value: Any) -> dict[str, Any]:
     slots = [name for kind in type(value).__mro__ for name in _listed(getattr(kind, "__slots__", ()))]
-    held = {name: getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name)}
+    held = {
+        name: getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name)
+    }
     # What a property has computed and keeps is there only after it was asked for.
     own = getattr(value, "__dict__", {})
-    kept = (k for k in own if not isinstance(inspect.getattr_static(type(value), k, None), functools.cached_property))
+    kept = (
+        k
+        for k in own
+        if not isinstance(inspect.getattr_static(type(value), k, None), functools.cached_property)
+    )
     return {**held, **{key: own[key] for key in kept}}
 
 
@@ -336,7 +351,10 @@ def _changed_by(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_of_globals(step: dis.Instruction) -> bool:
-    """Whether an instruction reads or writes a global by its name. The body of a class looks names up in several places."""
+    """Whether an instruction reads or writes a global by its name.
+
+    The body of a class looks names up in several places.
+    """
     return "GLOBAL" in step.opname or step.opname == "LOAD_NAME"
 
 

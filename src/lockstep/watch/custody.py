@@ -68,7 +68,8 @@ class Sampled:
         rollout: prompt id and sample.
         ids: digest of ids and positions (`tokens_of` in `rollouts/group.py`).
         logps: digest of the engine's log-probs.
-        old_logps: digest of the log-probs that the policy gave before the generation's first step; None: nothing scored it then.
+        old_logps: digest of the log-probs that the policy gave before the generation's first step; None: nothing
+            scored it then.
     """
 
     rollout: tuple[str, int]
@@ -142,10 +143,13 @@ class SampledTokens:
     Args:
         sampled: every branch with sampled tokens, by name.
         parts: names of the branches of each micro-batch, over all ranks.
-        own_forward: whether the old log-probs of a loss are those of its own forward, because the policy does not change before it.
+        own_forward: whether the old log-probs of a loss are those of its own forward, because the policy does not
+            change before it.
     """
 
-    def __init__(self, sampled: Mapping[str, Sampled], parts: Sequence[Sequence[str]], *, own_forward: bool) -> None:
+    def __init__(
+        self, sampled: Mapping[str, Sampled], parts: Sequence[Sequence[str]], *, own_forward: bool
+    ) -> None:
         self._sampled, self._parts = dict(sampled), [sorted(part) for part in parts]
         self._own_forward = own_forward
 
@@ -197,7 +201,9 @@ class SampledTokens:
         self._same(due, ids == due.ids, "ids, or the ids before them,")
         self._same(due, logps == due.logps, "log-probs of the engine")
         if due.old_logps is not None:
-            self._same(due, old_logps is not None and digest_of(name, old_logps) == due.old_logps, "old log-probs")
+            self._same(
+                due, old_logps is not None and digest_of(name, old_logps) == due.old_logps, "old log-probs"
+            )
 
     def _due(self, name: str) -> Sampled:
         if name not in self._sampled:
@@ -208,7 +214,9 @@ class SampledTokens:
     def _same(due: Sampled, same: bool, what: str) -> None:
         if not same:
             prompt, sample = due.rollout
-            raise _wrong(f"the {what} of rollout {sample} of prompt {prompt} are others in the loss than were recorded")
+            raise _wrong(
+                f"the {what} of rollout {sample} of prompt {prompt} are others in the loss than were recorded"
+            )
 
 
 def _equal(one: Reals, other: Reals) -> bool:
@@ -226,7 +234,8 @@ def _wrong(found: str) -> ProofError:
         "learned",
         found,
         "rollouts, their ids, texts or log-probs were exchanged or changed between the engine's answer and the loss",
-        "let nothing change groups or sequences after they were sampled; otherwise this is a defect of Lockstep: report it",
+        "let nothing change groups or sequences after they were sampled; otherwise this is a defect of "
+        "Lockstep: report it",
     )
 
 
@@ -261,7 +270,9 @@ def sampled_tokens(
                 old = None if old_logps is None else digest_of(name, old_logps[name])
                 sampled[name] = Sampled((prompt, sample), ids, logps, old)
             names.append(list(rollout.seal.tokens))
-    parts = [[name for own in names[start : start + size] for name in own] for start in range(0, len(names), size)]
+    parts = [
+        [name for own in names[start : start + size] for name in own] for start in range(0, len(names), size)
+    ]
     return SampledTokens(sampled, parts, own_forward=own_forward)
 
 
@@ -307,7 +318,9 @@ def check_aside(proof: SampledTokens, sequences: Sequence[TrainingSequence]) -> 
 
 
 class Record:
-    """The answers of one rollout, by a digest of the ids and the digests of the pictures after which each was sampled."""
+    """The answers of one rollout, by a digest of the ids and the digests of the pictures after which each was
+    sampled.
+    """
 
     def __init__(self) -> None:
         self._answers: dict[tuple[bytes, tuple[str, ...]], list[Completion]] = {}
@@ -321,8 +334,8 @@ class Record:
             self._answers.setdefault((_digest(request.prompt_ids), seen), []).append(answer)
 
     def check(self, rollout: Rollout) -> None:
-        """Check that every answer is in exactly one branch: behind the ids and pictures that the engine was sent, marked as
-        sampled, with its log-probs and versions; and that nothing else is marked as sampled.
+        """Check that every answer is in exactly one branch: behind the ids and pictures that the engine was sent,
+        marked as sampled, with its log-probs and versions; and that nothing else is marked as sampled.
 
         Raises:
             ProofError: it is not.
@@ -348,7 +361,8 @@ class Record:
                 found = max(answers, key=lambda a: _shared(a, branch, sampled, place), default=None)
                 if found is None:
                     raise _unlike(
-                        f"id {place} of branch {branch.key} is marked as sampled, and the engine was not asked to continue the "
+                        f"id {place} of branch {branch.key} is marked as sampled, and the engine was not "
+                        f"asked to continue the "
                         "ids before it with the pictures in them"
                     )
                 length = _shared(found, branch, sampled, place)
@@ -356,7 +370,8 @@ class Record:
                     length = self._cut(branch, state, seen, place, length)
                 if not length or (length < len(found.token_ids) and not self._cuts):
                     raise _unlike(
-                        f"branch {branch.key} differs from the answer to {found.key} from its id {place + length} on: in an id, "
+                        f"branch {branch.key} differs from the answer to {found.key} from its id "
+                        f"{place + length} on: in an id, "
                         "its log-prob, its version or its mark"
                     )
                 answers.remove(found)
@@ -368,7 +383,9 @@ class Record:
             place = end
 
     def _cut(self, branch: Completion, state: blake2b, seen: tuple[str, ...], place: int, length: int) -> int:
-        """The length of a turn that may be cut behind a stop string: the next turn may begin before the end of the answer."""
+        """The length of a turn that may be cut behind a stop string: the next turn may begin before the end of the
+        answer.
+        """
         ahead = state.copy()
         for count in range(1, length):
             ahead.update(branch.token_ids[place + count - 1 : place + count].tobytes())
@@ -419,7 +436,10 @@ def check_placeholders(completions: Iterable[Completion], banned: Sequence[int])
         if (found := np.isin(ids, banned)).any():
             raise ProofError(
                 "placeholder",
-                f"completion {completion.key} has id {ids[found][0]}, the placeholder of pictures, which every request bans",
-                "the engine samples without the bans of its requests, and may have put a picture in the place of the token",
-                "remove logits processors and sampling settings of your own from the engine; otherwise report this message",
+                f"completion {completion.key} has id {ids[found][0]}, the placeholder of pictures, which "
+                f"every request bans",
+                "the engine samples without the bans of its requests, and may have put a picture in the place "
+                "of the token",
+                "remove logits processors and sampling settings of your own from the engine; otherwise report "
+                "this message",
             )

@@ -107,14 +107,15 @@ def _tilted(size: float) -> Callable[[TokenDraws], Values]:
 
 
 def _by_rank(integral: Callable[[Values, TokenDraws], Values]) -> Callable[[TokenDraws], Values]:
-    """r = p × the mean of a density over the token's place, from `below` to `upto`, when ids are sorted by their probability.
+    """r = p × the mean of a density over the token's place, from `below` to `upto`, when ids are sorted by their
+    probability.
 
-    Ids of the same probability share a place. The means of all places, weighted with their masses, add up to the density's integral
-    from 0 to 1.
+    Ids of the same probability share a place. The means of all places, weighted with their masses, add up to the
+    density's integral from 0 to 1.
 
     Args:
-        integral: the density's integral from 0 to (N,) places; 1 at 1. The density may depend on entropy and variance, which are
-            the same for every token that could have been sampled.
+        integral: the density's integral from 0 to (N,) places; 1 at 1. The density may depend on entropy and
+            variance, which are the same for every token that could have been sampled.
     """
 
     def log_ratios(draws: TokenDraws) -> Values:
@@ -176,7 +177,8 @@ BETS = _bets()
 
 # Largest probability that the evidence of a run without a fault ever reaches the limit.
 FALSE_ALARM = 1e-6
-# Nats that each token pays for the rounding of the log-softmax in fp32. It may be the same for every token of a long run.
+# Nats that each token pays for the rounding of the log-softmax in fp32. It may be the same for every token of a long
+# run.
 SLACK = 1e-5
 
 
@@ -230,8 +232,9 @@ def measure_draws(
 ) -> DrawStats:
     """Statistics of the N tokens of several completions, one completion after the other.
 
-    Tokens of older weights are bet on like the others: the bets need nothing of the trainer but that its weights have not learned
-    from these tokens yet. The other sums are about the trainer's own distribution, and leave these tokens out.
+    Tokens of older weights are bet on like the others: the bets need nothing of the trainer but that its weights have
+    not learned from these tokens yet. The other sums are about the trainer's own distribution, and leave these tokens
+    out.
 
     Args:
         behaviour: (N,) the engine's log-probs.
@@ -260,8 +263,9 @@ def measure_draws(
 class DrawEvidence:
     """The evidence of a run, from generation to generation.
 
-    A fault may begin late, when a bet has long lost what it had. So each bet starts again at every generation, with a share of the
-    stake: 1 ÷ k(k + 1) at generation k, in all 1. The evidence is the mean over bets of all that they hold.
+    A fault may begin late, when a bet has long lost what it had. So each bet starts again at every generation, with a
+    share of the stake: 1 ÷ k(k + 1) at generation k, in all 1. The evidence is the mean over bets of all that they
+    hold.
 
     Attributes:
         generations: number of generations so far that had tokens to bet on.
@@ -319,12 +323,16 @@ class DrawEvidence:
         if not self.log_evidence < -math.log(FALSE_ALARM):
             raise ProofError(
                 "draws",
-                f"at version {version}: the sampled tokens are not draws from the distributions whose log-probs were reported. The "
-                f"evidence is 1e{self.log_evidence / math.log(10):.1f} of {1 / FALSE_ALARM:.0e} after {self.generations} "
+                f"at version {version}: the sampled tokens are not draws from the distributions whose "
+                f"log-probs were reported. The "
+                f"evidence is 1e{self.log_evidence / math.log(10):.1f} of {1 / FALSE_ALARM:.0e} after "
+                f"{self.generations} "
                 f"generations, most by the bet '{self.strongest}'; Z {stats.z:+.1f} over the last {stats.fresh} tokens",
-                f"the engine {BETS[self.strongest].suspicion}: it samples with another temperature or filter than it reports, or "
+                f"the engine {BETS[self.strongest].suspicion}: it samples with another temperature or filter "
+                f"than it reports, or "
                 "something keeps the better of several samples",
-                "compare the engine's sampling settings with the run's, and look for a program that chooses between samples",
+                "compare the engine's sampling settings with the run's, and look for a program that chooses "
+                "between samples",
             )
 
 

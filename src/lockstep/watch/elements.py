@@ -80,7 +80,9 @@ class Drawn:
         """One window around a given element of each of some tensors."""
         owners = list(places)
         sizes = [tensors[i].numel() for i in owners]
-        starts = [max(min(places[i] - WINDOW // 2, n - WINDOW), 0) for i, n in zip(owners, sizes, strict=True)]
+        starts = [
+            max(min(places[i] - WINDOW // 2, n - WINDOW), 0) for i, n in zip(owners, sizes, strict=True)
+        ]
         return cls(owners, starts, [min(WINDOW, n) for n in sizes])
 
     def __len__(self) -> int:
@@ -98,7 +100,10 @@ class Drawn:
         return self._places_of[device]
 
     def read(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """(N,) float64 values of the windows, on the host. A tensor that is None, and a part of another rank, reads as zeros."""
+        """(N,) float64 values of the windows, on the host.
+
+        A tensor that is None, and a part of another rank, reads as zeros.
+        """
         return self.values(tensors).to("cpu", torch.float64)
 
     def values(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -141,7 +146,10 @@ class LoadedState:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, trained: Mapping[str, torch.nn.Parameter], seed: tuple[int, ...]
+        self,
+        optimizer: torch.optim.Optimizer,
+        trained: Mapping[str, torch.nn.Parameter],
+        seed: tuple[int, ...],
     ) -> None:
         self._optimizer, self._names, self._parameters = optimizer, list(trained), list(trained.values())
         self._drawn = Drawn.of(self._parameters, seed)
@@ -166,7 +174,9 @@ class LoadedState:
                 v if isinstance(v, torch.Tensor) and v.shape == p.shape and p.dim() else None
                 for v, p in zip(values, self._parameters, strict=True)
             ]
-            found[key] = self._drawn.read(tensors) + torch.tensor(numbers, dtype=torch.float64)[self._drawn.owners]
+            found[key] = (
+                self._drawn.read(tensors) + torch.tensor(numbers, dtype=torch.float64)[self._drawn.owners]
+            )
         return found
 
 
@@ -187,7 +197,8 @@ def check_still(drawn: Drawn, names: Sequence[str], before: Elements, now: Eleme
                 continue
             at = int(wrong.nonzero()[0])
             found = (
-                f"of {names[int(drawn.owners[at])]} is {float(now[what][at]):.6g} and was {float(before[what][at]):.6g}"
+                f"of {names[int(drawn.owners[at])]} is {float(now[what][at]):.6g} and was "
+                f"{float(before[what][at]):.6g}"
             )
         else:
             found = "is there now" if what in now else "is gone"
@@ -195,7 +206,8 @@ def check_still(drawn: Drawn, names: Sequence[str], before: Elements, now: Eleme
             "checkpoint",
             f"the weights or the optimizer's state have changed since {since}: {what} {found}",
             "a callback, or other code beside the optimizer step, has changed them",
-            "let nothing change weights or optimizer.state between two steps, or before the first step of a resumed run",
+            "let nothing change weights or optimizer.state between two steps, or before the first step of a "
+            "resumed run",
         )
 
 
@@ -214,8 +226,10 @@ class AccumulationProof:
 
     Args:
         trained: the trained parameters by name.
-        gathered: gives the tensor that the backward passes of a sharded parameter add to, before the ranks' parts are summed.
-        seed: draws the tensors and elements. The tensors follow each other from step to step; the elements are drawn anew.
+        gathered: gives the tensor that the backward passes of a sharded parameter add to, before the ranks' parts are
+            summed.
+        seed: draws the tensors and elements. The tensors follow each other from step to step; the elements are drawn
+            anew.
         step: number of steps before this one.
         always: names of tensors that are not left to the draw.
 
@@ -270,17 +284,22 @@ class AccumulationProof:
         """What this rank knows of the (N,) drawn elements. Ends the proof's hooks.
 
         Returns:
-            The sum of what the backward passes of this rank have added, the sum of its sizes, and the gradients that this rank
-            holds (of sharded tensors, its part; the other elements are 0).
+            The sum of what the backward passes of this rank have added, the sum of its sizes, and the gradients that
+            this rank holds (of sharded tensors, its part; the other elements are 0).
         """
         self.end()
         # A tensor that got no gradient has added 0.
         counts = np.bincount(self._drawn.owners.numpy(), minlength=len(self._added)).tolist()
         zero = torch.zeros(1, dtype=torch.float64)
-        added = [torch.stack(own) if own else zero.expand(1, n) for own, n in zip(self._added, counts, strict=True)]
+        added = [
+            torch.stack(own) if own else zero.expand(1, n) for own, n in zip(self._added, counts, strict=True)
+        ]
         *pieces, self._found = read_all([*added, self._drawn.values([p.grad for p in self._parameters])])
         sums, sizes = [stacked.sum(0) for stacked in pieces], [stacked.abs().sum(0) for stacked in pieces]
-        return [*(torch.cat(parts).tolist() if parts else [] for parts in (sums, sizes)), self._found.tolist()]
+        return [
+            *(torch.cat(parts).tolist() if parts else [] for parts in (sums, sizes)),
+            self._found.tolist(),
+        ]
 
     def check(self, added: Sequence[list[Any]]) -> None:
         """Compare the gradients with what all backward passes have added.
@@ -306,8 +325,10 @@ class AccumulationProof:
         names = sorted({self.names[i] for i in self._drawn.owners[wrong].tolist()})
         raise ProofError(
             "accumulation",
-            f"the gradient of {self.names[int(self._drawn.owners[worst])]} is {float(found[worst]):.6g} where the backward passes "
-            f"of the step have added {float(sums[worst]):.6g} ({len(names)} of {len(self.names)} compared tensors differ)",
+            f"the gradient of {self.names[int(self._drawn.owners[worst])]} is {float(found[worst]):.6g} where "
+            f"the backward passes "
+            f"of the step have added {float(sums[worst]):.6g} ({len(names)} of {len(self.names)} compared "
+            f"tensors differ)",
             "gradients were cleared or scaled between two micro-batches, or were not summed over all ranks",
             "let nothing change .grad between the first backward of a step and its optimizer step",
         )

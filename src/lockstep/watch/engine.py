@@ -11,7 +11,7 @@
 | every optimizer step, before the optimizer; every evaluation | `gap`, `draws`, `kept_ids` (the mean) |
 
 With `max_staleness`, some tokens are older than the trainer's weights. The gap is then over the tokens that are not.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -130,7 +130,12 @@ class Proofs:
         self._settings, self._ends = settings, Ends(rules.end_ids, decoding(tokenizer, special=True))
         settings.check_sampling(rules.sampling, "the distribution that the trainer scores")
         self.kept_sets = KeptSetStats()
-        self._draws, self._drawn, self._drawn_version, self._judged_version = DrawEvidence(), DrawStats(), -1, -1
+        self._draws, self._drawn, self._drawn_version, self._judged_version = (
+            DrawEvidence(),
+            DrawStats(),
+            -1,
+            -1,
+        )
         # Of the evaluations of this process.
         self._evaluated = DrawEvidence()
 
@@ -240,8 +245,12 @@ class Proofs:
         if self._receipt is not None:
             self._receipt.append({"kind": "servers", "step": step, **changes})
 
-    def note_optimizer(self, step: int, given: Sequence[Mapping[str, Any]] | None, changes: Sequence[Change]) -> None:
-        """Write into the receipt the settings of an optimizer that the user gave, and changes of settings that were taken."""
+    def note_optimizer(
+        self, step: int, given: Sequence[Mapping[str, Any]] | None, changes: Sequence[Change]
+    ) -> None:
+        """Write into the receipt the settings of an optimizer that the user gave, and changes of settings that were
+        taken.
+        """
         assert self._receipt is not None
         groups = {} if given is None else {"given": list(given)}
         self._receipt.append(
@@ -289,7 +298,10 @@ class Proofs:
         self._receipt.append(dict(line))
 
     def note_checkpoint(self, step: int, digests: str) -> None:
-        """Write a checkpoint's digest into the receipt. The checkpoint no longer fits a receipt that is cut or rewritten."""
+        """Write a checkpoint's digest into the receipt.
+
+        The checkpoint no longer fits a receipt that is cut or rewritten.
+        """
         assert self._receipt is not None
         # A checkpoint that is on the disk needs its line there too.
         self._receipt.append({"kind": "checkpoint", "step": step, "digests": digests}, durable=True)
@@ -314,7 +326,8 @@ class Proofs:
         return self.ahead.is_due
 
     def ask_again(self, completions: Sequence[Completion], version: int, limit: float) -> None:
-        """Ask the engine to score the canary and drawn completions with the weights that it holds now, while the trainer goes on.
+        """Ask the engine to score the canary and drawn completions with the weights that it holds now, while the
+        trainer goes on.
 
         Args:
             limit: seconds that the answer may take, including the requests that the engine works on first.
@@ -348,7 +361,8 @@ class Proofs:
         """Check one request and its answer.
 
         Raises:
-            ProofError: the request is not what the user has asked for, or the answer did not end where the request says.
+            ProofError: the request is not what the user has asked for, or the answer did not end where the request
+                says.
         """
         self._settings.check_request(request)
         self._ends.check(request, answer)
@@ -392,12 +406,13 @@ class Proofs:
         Args:
             gap: over all tokens that the policy scored.
             kept_sets: over drawn tokens.
-            sampled: how many tokens the engine sampled with the weights of `version`, without those that are left aside.
+            sampled: how many tokens the engine sampled with the weights of `version`, without those that are left
+                aside.
             completions: the sampled completions; a failure is explained with some of them.
 
         Raises:
-            ProofError: tokens are missing; the gap is over a limit, and the error says where it comes from; or the sets of kept ids
-                are not those of the run's filters.
+            ProofError: tokens are missing; the gap is over a limit, and the error says where it comes from; or the
+                sets of kept ids are not those of the run's filters.
         """
         with self._clock.phase("verify"):
             check_count(gap, sampled, version)
@@ -405,7 +420,8 @@ class Proofs:
                 self.measure_limits(completions, version)
             limit = self.tail.limit
             pools = self._config.max_staleness or limit.is_coarse
-            # Some generations are judged twice, with the same tokens. The pool gets them once, and sets are compared once.
+            # Some generations are judged twice, with the same tokens. The pool gets them once, and sets are compared
+            # once.
             again, self._judged_version = version == self._judged_version, version
             pool = PooledGap() if again else self.pool
             judged = pool.add(gap, limit) if pools else gap
@@ -431,8 +447,8 @@ class Proofs:
             gap, draws, kept_sets: over their tokens.
 
         Raises:
-            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from the distributions whose
-                log-probs were reported.
+            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from the distributions
+                whose log-probs were reported.
         """
         with self._clock.phase("verify"):
             check_count(gap, sum(len(c.sampled_places) for c in completions), version)
@@ -452,12 +468,16 @@ class Proofs:
     def _check_limits(self, gap: GapStats, completions: Sequence[Completion], version: int) -> None:
         if over_limits(gap, self.tail.limit):
             # The limits of an extension are those of other tokens, unless these tokens were measured.
-            self.measure_limits(sorted(completions, key=lambda c: str(c.key) != gap.worst), version, always=True)
+            self.measure_limits(
+                sorted(completions, key=lambda c: str(c.key) != gap.worst), version, always=True
+            )
         limit = self.tail.limit
         if over_limits(gap, limit):
             raise self.explained.error(gap, limit, completions, version)
 
-    def measure_limits(self, completions: Sequence[Completion], version: int, *, always: bool = False) -> None:
+    def measure_limits(
+        self, completions: Sequence[Completion], version: int, *, always: bool = False
+    ) -> None:
         """Let the extension measure on these tokens, if it is due or `always`, and set the limits that follow."""
         self.push.extension.measure(completions, version, self.distribution, always=always)
         self.tail.outer = self.push.limit_of_tokens
@@ -505,7 +525,8 @@ class Proofs:
         version = generation.version
         if (begun := self._begun) is not None:
             if not record:
-                # The gap is checked once per generation, together with the canary. The policy does not change before that.
+                # The gap is checked once per generation, together with the canary. The policy does not change before
+                # that.
                 self.check_draws(draws, version)
                 return
             self.recovery.run(lambda: self._prove_ahead(begun, generation))
@@ -522,7 +543,9 @@ class Proofs:
             self._send(version)
             self.ask_again(generation.completions, version, self._limit_ahead)
         self.check_asked_again(version)
-        finished = {number: [c for r in found for c in r.branches] for number, found in begun.finished().items()}
+        finished = {
+            number: [c for r in found for c in r.branches] for number, found in begun.finished().items()
+        }
         self.check_begun(finished, version)
 
     def write(self, gap: GapStats, sampled: int, aside: int, step: int, version: int) -> None:
@@ -540,7 +563,9 @@ class Proofs:
             **self._of_staleness(sampled - aside - gap.tokens),
             "draws": {**self._draws.data(), "z": self._drawn.z, "tokens": self._drawn.tokens},
         }
-        line = step_line(step, version, self.push, gap, self.tail.limit, self.judged_now, self.pool.waiting, more)
+        line = step_line(
+            step, version, self.push, gap, self.tail.limit, self.judged_now, self.pool.waiting, more
+        )
         self._receipt.append(line)
         self.tail.passed(gap)
 
@@ -560,8 +585,8 @@ class EngineWatch:
 
     Attributes:
         decode: gives the text of ids, without special tokens.
-        searches_top_p: whether the engine searches the edge of top-p (`FilterBounds`). Every rank proves the sets of its own
-            tokens.
+        searches_top_p: whether the engine searches the edge of top-p (`FilterBounds`). Every rank proves the sets of
+            its own tokens.
     """
 
     def __init__(
@@ -576,7 +601,13 @@ class EngineWatch:
         *,
         bets: bool,
     ) -> None:
-        self.model, self._config, self._tokenizer, self._clock, self._ranks = model, config, tokenizer, clock, ranks
+        self.model, self._config, self._tokenizer, self._clock, self._ranks = (
+            model,
+            config,
+            tokenizer,
+            clock,
+            ranks,
+        )
         self._settings, self._sampling, self._bets = settings, sampling, bets
         self.decode = decoding(tokenizer)
         self.searches_top_p, self._proven, self._seeds = False, False, Seeds()
@@ -655,7 +686,9 @@ class EngineWatch:
         if one_turn:
             self.proofs.check_completions(branches_of(groups))
 
-    def taken_ahead(self, groups: Sequence[RolloutGroup], version: int, *, one_turn: bool, limit: float) -> None:
+    def taken_ahead(
+        self, groups: Sequence[RolloutGroup], version: int, *, one_turn: bool, limit: float
+    ) -> None:
         """Groups were taken whose tokens may be older than `version`.
 
         Args:
@@ -667,7 +700,10 @@ class EngineWatch:
         self.proofs.ask_again(completions, version, limit)
 
     def note_unproven(self, step: int, proof: str, why: str) -> None:
-        """Write into the receipt that a proof could not be made at a step. On ranks without the engine nothing is written."""
+        """Write into the receipt that a proof could not be made at a step.
+
+        On ranks without the engine nothing is written.
+        """
         if self._proofs is not None:
             self._proofs.note_unproven(step, proof, why)
 

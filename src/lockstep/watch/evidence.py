@@ -44,10 +44,11 @@ from lockstep.watch.plain_forward import LOGITS_BYTES
 from lockstep.watch.settings import SettingsProof
 from lockstep.watch.tolerances import Tolerance
 
-# Number of tokens that are drawn from each pack. As many are compared per micro-batch, about the same number of each pack. If kept
-# ids are compared, the number is larger, because a mean over few sets shows little.
+# Number of tokens that are drawn from each pack. As many are compared per micro-batch, about the same number of each
+# pack. If kept ids are compared, the number is larger, because a mean over few sets shows little.
 _DRAWN, _DRAWN_SETS = 8, 64
-# A token so far from the start of its completion is not compared with the filters, because all ids before it would be read.
+# A token so far from the start of its completion is not compared with the filters, because all ids before it would be
+# read.
 LONGEST = 4096
 
 
@@ -86,7 +87,9 @@ class DrawnRows:
         precision: how the trainer computes a forward.
     """
 
-    def __init__(self, settings: SettingsProof | None, kept_sets: KeptSetProof | None, precision: Precision) -> None:
+    def __init__(
+        self, settings: SettingsProof | None, kept_sets: KeptSetProof | None, precision: Precision
+    ) -> None:
         self._settings, self._kept_sets, self._precision = settings, kept_sets, precision
         self._rows: list[_Row] = []
         self._hidden: list[torch.Tensor] = []
@@ -99,8 +102,8 @@ class DrawnRows:
         Args:
             logps: (N,) log-probs of the pack's tokens, as the loss uses them.
             hidden: (rows, length, width) last hidden states of the forward.
-            before_steps: whether the policy has not changed since the tokens were sampled, except those that are not `fresh`. Only
-                then kept ids are compared.
+            before_steps: whether the policy has not changed since the tokens were sampled, except those that are not
+                `fresh`. Only then kept ids are compared.
         """
         # Any seed is right that does not depend on the values.
         count = _DRAWN if self._kept_sets is None else _DRAWN_SETS
@@ -116,7 +119,9 @@ class DrawnRows:
         self._hidden.append(hidden.flatten(0, 1)[pack.predictors[here]])
 
     def check(self, policy: Policy) -> KeptSetStats:
-        """Check the drawn tokens with a policy whose weights are still those of their forwards. The rows are forgotten then.
+        """Check the drawn tokens with a policy whose weights are still those of their forwards.
+
+        The rows are forgotten then.
 
         Raises:
             ProofError: log-probs are not those of the distribution that the user has asked for, or a set is not that of
@@ -136,7 +141,8 @@ class DrawnRows:
     def check_with(self, model: PreTrainedModel, *, fp32_head: bool, single: bool) -> KeptSetStats:
         """Check the drawn tokens, when all packs of the micro-batch are through.
 
-        The output head computes in the dtype of its weight: a cast of the whole weight would cost more than the product.
+        The output head computes in the dtype of its weight: a cast of the whole weight would cost more than the
+        product.
 
         Args:
             fp32_head: whether the output head computes in float32 instead.
@@ -146,8 +152,8 @@ class DrawnRows:
             What the comparison of kept ids has found.
 
         Raises:
-            ProofError: log-probs are not those of the distribution that the user has asked for, or a set is not that of the run's
-                filters.
+            ProofError: log-probs are not those of the distribution that the user has asked for, or a set is not that
+                of the run's filters.
         """
         if not self._rows:
             return KeptSetStats()
@@ -155,7 +161,9 @@ class DrawnRows:
         head, config = inner.get_output_embeddings(), inner.config.get_text_config()
         due, found, start = [], KeptSetStats(), 0
         for part in hidden.split(max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))):
-            product = fp32_head_product(head, part) if fp32_head else _product(head, part.to(head.weight.dtype))
+            product = (
+                fp32_head_product(head, part) if fp32_head else _product(head, part.to(head.weight.dtype))
+            )
             logits = transformed_logits(config, product).float().cpu()
             own, start = rows[start : start + len(part)], start + len(part)
             if self._kept_sets is not None:
@@ -164,13 +172,19 @@ class DrawnRows:
                 logits[:, list(self._settings.banned)] = -torch.inf
                 wanted = self._settings.wanted
                 of_rows = zip(logits.numpy(), own, logps[start - len(part) : start], strict=True)
-                due += [(x, _logprob(wanted, values, row)) for values, row, x in of_rows if _is_defined(wanted, row)]
+                due += [
+                    (x, _logprob(wanted, values, row))
+                    for values, row, x in of_rows
+                    if _is_defined(wanted, row)
+                ]
         if self._settings is not None:
             self._settings.check_logps(*np.array(due).reshape(-1, 2).T, single=single)
         return found
 
     def _chosen(self) -> tuple[list[_Row], list[float], torch.Tensor]:
-        """The rows that are checked, their log-probs and hidden states: the same number from each pack, up to rounding."""
+        """The rows that are checked, their log-probs and hidden states: the same number from each pack, up to
+        rounding.
+        """
         rows, hidden = self._rows, torch.cat(self._hidden)
         logps: list[float] = torch.cat(self._logps).tolist()
         most = max(_DRAWN if self._kept_sets is None else _DRAWN_SETS, len(self._hidden))
@@ -186,7 +200,8 @@ def _product(head: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
     """(n, V) result of an output head for a few rows."""
     if type(head) is not torch.nn.Linear or rows.device.type != "cpu":
         return head(rows)
-    # PyTorch's product for a CPU is twice as fast in this order, for 8 rows of 576 numbers and 49,152 tokens in float32.
+    # PyTorch's product for a CPU is twice as fast in this order, for 8 rows of 576 numbers and 49,152 tokens in
+    # float32.
     found = (head.weight @ rows.T).T
     return found if head.bias is None else found + head.bias
 
@@ -214,7 +229,10 @@ def _kept_tokens(rows: Sequence[_Row], logits: torch.Tensor, proof: KeptSetProof
 
 
 def _is_defined(wanted: UserSettings, row: _Row) -> bool:
-    """Whether `_logprob` knows a token's distribution. Without kept ids, only the trainer's own filters know what is banned."""
+    """Whether `_logprob` knows a token's distribution.
+
+    Without kept ids, only the trainer's own filters know what is banned.
+    """
     bans = wanted.bad_words or wanted.numbers["min_tokens"] or wanted.grammar is not None
     return row.kept is not None or not bans
 
@@ -248,8 +266,8 @@ class TokenEvidence:
         kept_rows: collects drawn tokens of a micro-batch; None: nothing is compared with their rows of logits.
         gap: between the engine and the policy that it held, over tokens that were sampled by these same weights.
         difference: the same over all tokens.
-        repeated: difference between the log-probs before the generation's first step and those of this step's forward, over the
-            tokens that have both.
+        repeated: difference between the log-probs before the generation's first step and those of this step's
+            forward, over the tokens that have both.
         draws: of the draws proof, over the tokens of the drawn rollouts.
         kept_sets: of the proof of kept ids, at drawn tokens.
     """
@@ -339,7 +357,9 @@ def kept(evidence: Evidence) -> TokenEvidence:
     return evidence
 
 
-def gap_of(sequences: Sequence[TrainingSequence], behaviour: Logps, policy: Logps) -> tuple[GapStats, GapStats]:
+def gap_of(
+    sequences: Sequence[TrainingSequence], behaviour: Logps, policy: Logps
+) -> tuple[GapStats, GapStats]:
     """The parity gap, over tokens that these same weights sampled, and the difference over all tokens.
 
     Args:
@@ -362,8 +382,8 @@ def gap_of(sequences: Sequence[TrainingSequence], behaviour: Logps, policy: Logp
 def draws_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> DrawStats:
     """Statistics of the draws proof over the drawn rollouts; none if the forward gave no sums for it.
 
-    Which tokens are bet on must not depend on the tokens. A rollout learns because of its reward, so those that are not drawn
-    are left out, even if they went through the model.
+    Which tokens are bet on must not depend on the tokens. A rollout learns because of its reward, so those that are
+    not drawn are left out, even if they went through the model.
     """
     if scores.draws is None:
         return DrawStats()
@@ -373,4 +393,6 @@ def draws_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> Draw
     if len(drawn) < len(sequences):
         values = values[:, np.repeat([s.drawn for s in sequences], [s.length for s in sequences])]
     fresh = None if sequences[0].fresh is None else flat(drawn, "fresh")
-    return measure_draws(TokenDraws(*values), column(drawn, "behaviour_logps"), [s.length for s in drawn], fresh)
+    return measure_draws(
+        TokenDraws(*values), column(drawn, "behaviour_logps"), [s.length for s in drawn], fresh
+    )

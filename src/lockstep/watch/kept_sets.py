@@ -43,9 +43,10 @@ from lockstep.errors import ProofError
 from lockstep.tokens.arrays import SmallIds
 from lockstep.watch.tolerances import Tolerance
 
-# How near vLLM's kernels for GPUs come to the edge of top-p (`vllm.v1.sample.ops.topk_topp_triton`). They do not sort. For at most
-# 64 rows a ladder of 8 pivots divides the log-probs from the lowest, which is at least that of 1e-30, to the highest five times.
-# For more rows, or among the ids of a top-k, the probabilities are halved 18 times, or until what is left is smaller than 1e-9.
+# How near vLLM's kernels for GPUs come to the edge of top-p (`vllm.v1.sample.ops.topk_topp_triton`). They do not
+# sort. For at most 64 rows a ladder of 8 pivots divides the log-probs from the lowest, which is at least that of
+# 1e-30, to the highest five times. For more rows, or among the ids of a top-k, the probabilities are halved 18 times,
+# or until what is left is smaller than 1e-9.
 _LADDER, _LONGEST, _HALVED, _SMALLEST = 9.0**-5, 70.0, 2.0**-18, 1e-9
 # Steps of the search for a rounding: its result is exact to 1 / 2^10 of the largest rounding.
 _HALVINGS = 10
@@ -72,7 +73,8 @@ class FilterBounds:
     Args:
         logits: (V,) logits after all steps that depend on ids, divided by the temperature; −inf for banned ids.
         sampling: the filters.
-        searched: whether the engine searches the edge of top-p instead of sorting. Ids very near to it may then be on either side.
+        searched: whether the engine searches the edge of top-p instead of sorting. Ids very near to it may then be on
+            either side.
     """
 
     def __init__(self, logits: NDArray[np.floating], sampling: Sampling, *, searched: bool = False) -> None:
@@ -125,10 +127,13 @@ class FilterBounds:
         return _narrowed(before, "top_k", highest + apart, lowest - apart)
 
     def _after_top_p(self, before: Bounds, top_p: float, apart: float) -> Bounds:
-        """Top-p keeps an id if the ids that are likelier have less than `top_p` of the probability. It always keeps one id."""
+        """Top-p keeps an id if the ids that are likelier have less than `top_p` of the probability.
+
+        It always keeps one id.
+        """
         sure, possible = self._count(before.sure), self._count(before.possible)
-        # An id may be kept as long as the ids that are surely likelier have too little of the probability. Their odds against the
-        # others change at most by a factor of exp(apart).
+        # An id may be kept as long as the ids that are surely likelier have too little of the probability. Their odds
+        # against the others change at most by a factor of exp(apart).
         most_above = top_p * self._totals[possible] / (top_p + (1 - top_p) * math.exp(-apart))
         above = int(np.searchsorted(self._totals[: sure + 1], most_above)) - 1
         lowest = self._logit(above) - apart if above < sure else -math.inf
@@ -250,7 +255,8 @@ class KeptSetStats:
         largest = mean_limit(self.tokens, sampling, limit)
         if self.mean_rounding > largest:
             raise _wrong(
-                f"at {self.tokens} drawn tokens the kept ids are explained only if logits differ by {self.mean_rounding:.3g} nats "
+                f"at {self.tokens} drawn tokens the kept ids are explained only if logits differ by "
+                f"{self.mean_rounding:.3g} nats "
                 f"on average; the limit is {largest:.3g}",
                 " or ".join(sampling.filters),
             )
@@ -279,8 +285,8 @@ class KeptSetProof:
         """Compare the set of each token.
 
         Raises:
-            ProofError: an id is in an engine's set, or missing in it, against the filters and by more than rounding. The error
-                names the filters.
+            ProofError: an id is in an engine's set, or missing in it, against the filters and by more than rounding.
+                The error names the filters.
         """
         return sum((self._check_token(token) for token in tokens), KeptSetStats())
 
@@ -289,7 +295,9 @@ class KeptSetProof:
         shaped = self.distribution.shaped(token.logits, token.prompt_ids, token.output_ids, token.masks)
         logits = shaped[0].numpy()
         mass = float(
-            (shaped[0, torch.from_numpy(token.kept.astype(np.int64))].logsumexp(0) - shaped[0].logsumexp(0)).exp()
+            (
+                shaped[0, torch.from_numpy(token.kept.astype(np.int64))].logsumexp(0) - shaped[0].logsumexp(0)
+            ).exp()
         )
         if not token.is_current:
             return KeptSetStats(measured=1, mass=mass)
@@ -323,7 +331,8 @@ def _stretch(sampling: Sampling) -> float:
 
 def _error(token: KeptToken, found: str, filters: str) -> ProofError:
     return _wrong(
-        f"for sampled token {token.place} of request {token.request} the engine {found}, by more than rounding", filters
+        f"for sampled token {token.place} of request {token.request} the engine {found}, by more than rounding",
+        filters,
     )
 
 
@@ -331,6 +340,8 @@ def _wrong(found: str, filters: str) -> ProofError:
     return ProofError(
         "kept_ids",
         found,
-        f"the engine applies {filters} in another way than the run asks for, or not at all, or reports the set of another token",
-        "start the engine as Lockstep starts it, without filters or processors of its own; if it was, report this message",
+        f"the engine applies {filters} in another way than the run asks for, or not at all, or reports the "
+        f"set of another token",
+        "start the engine as Lockstep starts it, without filters or processors of its own; if it was, report "
+        "this message",
     )

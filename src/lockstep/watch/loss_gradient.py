@@ -67,7 +67,10 @@ def by_logps(method: str, completions: Sequence[Tokens], settings: Any, beta: fl
     of_one = {"grpo": _grpo, "rloo": _rloo, "reinforce++": _tokens, "ppo": _tokens}[method]
     if _of_tokens(method, settings):
         slope, lengths = of_one(_joined(completions), settings, beta), [len(c.logps) for c in completions]
-        return [Derivative(*both) for both in zip(cut(slope.values, lengths), cut(slope.near, lengths), strict=True)]
+        return [
+            Derivative(*both)
+            for both in zip(cut(slope.values, lengths), cut(slope.near, lengths), strict=True)
+        ]
     return [of_one(c, settings, beta) for c in completions]
 
 
@@ -130,10 +133,12 @@ def check(
         part = slice(int(ends[which]) - len(found[which]), int(ends[which]))
         raise ProofError(
             "loss_gradient",
-            f"the gradient of the {what} of token {at - part.start} of {names[which]} is {own[at]:.6g}; the method's formula gives "
+            f"the gradient of the {what} of token {at - part.start} of {names[which]} is {own[at]:.6g}; the "
+            f"method's formula gives "
             f"{values[at]:.6g} ({int(wrong[part].sum())} of {len(found[which])} tokens differ)",
             "the loss was scaled, divided twice, masked or clipped in another way than the method's formula says",
-            "let nothing change the loss or its backward; for a loss of your own, set objective_class to a class of your own",
+            "let nothing change the loss or its backward; for a loss of your own, set objective_class to a "
+            "class of your own",
         )
     return len(near) - int(np.count_nonzero(near))
 
@@ -191,7 +196,9 @@ def _grpo(c: Tokens, settings: Any, beta: float) -> Derivative:
     elif settings.loss_type == "cispo":
         by_logp = -np.minimum(ratios, settings.clip_high) * c.advantages * factor
     elif settings.loss_type == "sapo":
-        slopes = define.sapo(ratios, c.advantages, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
+        slopes = define.sapo(
+            ratios, c.advantages, settings.sapo_temperature_pos, settings.sapo_temperature_neg
+        )
         by_ratio = slopes * factor
     else:
         up = c.advantages.mean() >= 0
@@ -233,7 +240,9 @@ def _pairs(completions: Sequence[Tokens], settings: Any, beta: float) -> list[De
         chosen, rejected = pair[True], pair[False]
         slope = chosen.weight * define.preference(gain(chosen) - gain(rejected), beta, settings.loss_type)
         made[chosen.name], made[rejected.name] = slope, -slope
-    return [Derivative(np.full(len(c.logps), made[c.name]), np.zeros(len(c.logps), bool)) for c in completions]
+    return [
+        Derivative(np.full(len(c.logps), made[c.name]), np.zeros(len(c.logps), bool)) for c in completions
+    ]
 
 
 class LossGradient:

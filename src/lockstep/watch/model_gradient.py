@@ -1,4 +1,5 @@
-"""Lets the trainer's own forward and backward compute gradients that `watch/finite_differences.py` compares with a plain forward.
+"""Lets the trainer's own forward and backward compute gradients that `watch/finite_differences.py` compares with a
+plain forward.
 
 A drawn sum of scores goes through the model before a step's first forward. A drawn part of a step itself is compared in
 float32, and where it is over a part of its limit, other comparisons decide. Neither weights nor random numbers nor
@@ -64,8 +65,8 @@ _logger = logging.getLogger(__name__)
 EVERY = 10
 # A drawn sum is checked at the first step, and at one step in so many.
 EVERY_SUM = 50
-# The part of a limit over which a comparison in float32 is made again in float64. In half precision a common factor of all
-# gradients is off by some hundredths. In single precision rounding falls with the root of the number of tensors.
+# The part of a limit over which a comparison in float32 is made again in float64. In half precision a common factor
+# of all gradients is off by some hundredths. In single precision rounding falls with the root of the number of tensors.
 _DOUBT_HALF, _DOUBT_SINGLE, _TENSORS = 0.25, 0.125, 20
 # Completions of a drawn sum, and ids of each: the end of its prompt, and the beginning of the completion.
 _COMPLETIONS, _PROMPT, _IDS = 2, 32, 12
@@ -93,7 +94,12 @@ class ModelGradient:
     """
 
     def __init__(
-        self, trained: Callable[[], list[torch.nn.Module]], config: OnlineConfig, rank: int, *, entropies: bool
+        self,
+        trained: Callable[[], list[torch.nn.Module]],
+        config: OnlineConfig,
+        rank: int,
+        *,
+        entropies: bool,
     ) -> None:
         self._trained, self._config, self._rank, self._entropies = trained, config, rank, entropies
         self._told: set[str] = set()
@@ -119,11 +125,13 @@ class ModelGradient:
         learned: Sequence[Sequence[TrainingSequence]],
         step: int,
     ) -> Checked:
-        """Before the first forward of a step: check the first step, and draw the part of a step whose gradient is checked.
+        """Before the first forward of a step: check the first step, and draw the part of a step whose gradient is
+        checked.
 
         Args:
             sequences: those of the step, over all ranks.
-            learned: those with a gradient, in the micro-batches of this rank; empty if scores are not all that has a gradient.
+            learned: those with a gradient, in the micro-batches of this rank; empty if scores are not all that has a
+                gradient.
             step: number of steps before this one.
 
         Raises:
@@ -150,7 +158,8 @@ class ModelGradient:
         return self._sum_checked(policy, sequences, named, step)
 
     def finish(self, policy: Policy, sequences: Sequence[TrainingSequence], step: int) -> Checked:
-        """After the last backward of a step, before its gradients are clipped: check what the drawn part has added to them.
+        """After the last backward of a step, before its gradients are clipped: check what the drawn part has added to
+        them.
 
         Raises:
             ProofError: the part's gradient is not the slope of a plain forward, or, where that is in doubt, as `begin`.
@@ -177,14 +186,19 @@ class ModelGradient:
                 error = self._computed(lambda: check_added(added, drawn, limit))
         if error is None:
             return Checked(checked.figures, self._unproven)
-        # A part that was compared with nothing but itself shows no plain forward. The drawn sum is then the whole proof.
+        # A part that was compared with nothing but itself shows no plain forward. The drawn sum is then the whole
+        # proof.
         alone = is_coarse and self._autocast(policy) is None
-        return Checked(checked.figures | {"checked/step_gradient_error": error}, checked.unproven if alone else "")
+        return Checked(
+            checked.figures | {"checked/step_gradient_error": error}, checked.unproven if alone else ""
+        )
 
     def _checked_again(
         self, policy: Policy, sequences: Sequence[TrainingSequence], added: Added, drawn: Drawn, limit: float
     ) -> float | None:
-        """How far what a part has added is from the same gradient, computed again. No trained tensor may hold a gradient.
+        """How far what a part has added is from the same gradient, computed again.
+
+        No trained tensor may hold a gradient.
 
         Under autocast the part is also computed without it, and compared with the slope of the plain forward.
         """
@@ -204,7 +218,9 @@ class ModelGradient:
         return limit, limit > gradient_limit(torch.float64)
 
     def _autocast(self, policy: Policy) -> torch.dtype | None:
-        """The dtype of autocast over weights in float32, whose gradients exist without it too; None: there is no such autocast."""
+        """The dtype of autocast over weights in float32, whose gradients exist without it too; None: there is no such
+        autocast.
+        """
         return self._config.precision.autocast if policy.model.dtype == torch.float32 else None
 
     def _named(self) -> dict[str, torch.nn.Parameter]:
@@ -235,7 +251,8 @@ class ModelGradient:
         named: Mapping[str, torch.nn.Parameter],
         seed: tuple[int, ...],
     ) -> float | None:
-        # Without autocast the limit is narrow. Then the gradient with autocast is compared with the gradient without it.
+        # Without autocast the limit is narrow. Then the gradient with autocast is compared with the gradient without
+        # it.
         autocast = self._autocast(policy)
         exactly = policy if autocast is None else replace(policy, autocast=nullcontext)
         limit = self._limit(policy)[0] if autocast is None else gradient_limit(torch.float32)
@@ -263,8 +280,9 @@ class ModelGradient:
     ) -> tuple[float | None, list[TrainingSequence], torch.Tensor, Directions]:
         """The error of a drawn sum, its sequences, their factors, and its gradient.
 
-        Rounding may now and then add up in the gradients of a few tensors, in float32 too (SmolLM2-135M after 250 steps: 0.05 in
-        one of some 30 sums, 0.003 to 0.02 in the others). A fault is there in most sums. So the majority of five is judged.
+        Rounding may now and then add up in the gradients of a few tensors, in float32 too (SmolLM2-135M after 250
+        steps: 0.05 in one of some 30 sums, 0.003 to 0.02 in the others). A fault is there in most sums. So the
+        majority of five is judged.
 
         Raises:
             ProofError: the gradient of most drawn sums is over the limit, or that of one is not finite.
@@ -279,7 +297,9 @@ class ModelGradient:
             with self._gradients(policy, chosen, factors, named):
                 exact = Directions(named, again)
                 try:
-                    error = self._computed(functools.partial(check_model_gradient, drawn, named, again, limit))
+                    error = self._computed(
+                        functools.partial(check_model_gradient, drawn, named, again, limit)
+                    )
                 except ProofError as found:
                     failed.append(found)
             if failed and (len(failed) > _DRAWS // 2 or not exact.is_finite):
@@ -297,7 +317,9 @@ class ModelGradient:
         if self._limit(policy)[1] and self._distribution(policy).is_tempered_only:
             # Ids of pictures stand for their pixels, which other texts do not have.
             texts = [s for s in sequences if s.pictures is None] or chosen
-            ids = np.unique(np.concatenate([part for s in texts for part in (s.prompt_ids, s.completion_ids)]))
+            ids = np.unique(
+                np.concatenate([part for s in texts for part in (s.prompt_ids, s.completion_ids)])
+            )
             chosen = [s.but(completion_ids=draws.choice(ids, len(s.completion_ids))) for s in chosen]
         size = sum(s.length for s in chosen)
         used = (True, self._entropies, policy.critic is not None)
@@ -312,7 +334,10 @@ class ModelGradient:
             return exact.distance()
 
     def _computed(self, compute: Callable[[], float | None]) -> float | None:
-        """What is computed; None if it says nothing, or if an operation refuses a wide dtype. Then `_unproven` has the reason."""
+        """What is computed; None if it says nothing, or if an operation refuses a wide dtype.
+
+        Then `_unproven` has the reason.
+        """
         self._unproven = ""
         try:
             found = compute()
@@ -322,7 +347,9 @@ class ModelGradient:
             trouble = error.__cause__ if isinstance(error.__cause__, Exception) else error
             if not refuses_a_dtype(trouble):
                 raise
-            self._unproven = self._say(f"a forward in float64 fails ({type(trouble).__name__}: {str(trouble)[:200]})")
+            self._unproven = self._say(
+                f"a forward in float64 fails ({type(trouble).__name__}: {str(trouble)[:200]})"
+            )
             return None
         if found is None:
             self._unproven = self._say("finite differences of its forward depend on the step")
@@ -399,15 +426,22 @@ def _not_provable(policy: Policy, named: Mapping[str, torch.nn.Parameter]) -> st
 
 
 def refuses_a_dtype(trouble: Exception) -> bool:
-    """Whether a kernel refuses a dtype, as each library does in its own way. A fault of a device or of memory is another."""
+    """Whether a kernel refuses a dtype, as each library does in its own way.
+
+    A fault of a device or of memory is another.
+    """
     if isinstance(trouble, NotImplementedError) or type(trouble).__module__.startswith("triton"):
         return True
     if isinstance(trouble, KeyError):
         # vLLM's batch-invariant products have a table by dtype.
         return isinstance(trouble.args[0] if trouble.args else None, torch.dtype)
     text = str(trouble).lower()
-    of_machine = any(word in text for word in ("device", "cuda", "out of memory", "allocate memory", "enough memory"))
-    of_library = isinstance(trouble, (RuntimeError, TypeError, ValueError)) and not isinstance(trouble, LockstepError)
+    of_machine = any(
+        word in text for word in ("device", "cuda", "out of memory", "allocate memory", "enough memory")
+    )
+    of_library = isinstance(trouble, (RuntimeError, TypeError, ValueError)) and not isinstance(
+        trouble, LockstepError
+    )
     return of_library and not of_machine
 
 
@@ -484,7 +518,10 @@ class CheckedPart:
 
     @contextmanager
     def watch(self, pack: Pack, scores: TokenScores) -> Iterator[None]:
-        """A context for the loss of a pack and its backward. What the pack of the part adds to the gradients is kept."""
+        """A context for the loss of a pack and its backward.
+
+        What the pack of the part adds to the gradients is kept.
+        """
         if pack.sequences[0].name not in self._names:
             yield
             return
@@ -499,7 +536,8 @@ class CheckedPart:
         self._added.read()
 
     def gradient(self, model: PreTrainedModel, critic: torch.nn.Module | None) -> tuple[Added, Drawn] | None:
-        """What the part has added to the gradients, and its sum of scores, both divided by the size of the sum's coefficients.
+        """What the part has added to the gradients, and its sum of scores, both divided by the size of the sum's
+        coefficients.
 
         None if the loss has no gradient at the part's tokens.
         """
@@ -518,8 +556,12 @@ def _keep(flow: torch.Tensor, gradient: torch.Tensor) -> None:
     flow += gradient.detach()
 
 
-def draw_part(batches: Sequence[Sequence[TrainingSequence]], draws: np.random.Generator) -> list[TrainingSequence]:
-    """The shortest of some drawn units of a step's sequences with a gradient; empty if there is none without pictures."""
+def draw_part(
+    batches: Sequence[Sequence[TrainingSequence]], draws: np.random.Generator
+) -> list[TrainingSequence]:
+    """The shortest of some drawn units of a step's sequences with a gradient; empty if there is none without
+    pictures.
+    """
     units = [unit for batch in batches for unit in units_of(batch) if all(s.pictures is None for s in unit)]
     if not units:
         return []

@@ -1,4 +1,5 @@
-"""The module probe: compares the output of each engine module with the same product, computed with the trainer's weights.
+"""The module probe: compares the output of each engine module with the same product, computed with the trainer's
+weights.
 
 The probe uses the weights that the trainer sends (`weights/source.py`; merged if the model has an adapter).
 `Engine.probe` gives the engine's outputs. Both sides get the same input (`contract/probe.py`). A push may be used for
@@ -52,7 +53,8 @@ from lockstep.watch.tolerances import output_rounding, probe_limit
 from lockstep.weights.push import weights_of
 from lockstep.weights.source import PlainSource
 
-# Number of linear layers, and of vectors (norms), in a sampled probe. It always contains all embeddings and heads as well.
+# Number of linear layers, and of vectors (norms), in a sampled probe. It always contains all embeddings and heads as
+# well.
 _SAMPLE = 6
 # Number of layers of experts in a sampled probe.
 _SAMPLED_LAYERS_OF_EXPERTS = 2
@@ -140,12 +142,12 @@ class ModuleProbe:
         model: the trained model; only read.
         engine: an engine that should hold the same weights.
         engine_dtype: dtype to which the engine casts weights.
-        source: the weights that the engine should compute with; None: those that a push of the model sends. Weights of a given
-            source are in the engine's dtype already, or are sums of such weights.
+        source: the weights that the engine should compute with; None: those that a push of the model sends. Weights
+            of a given source are in the engine's dtype already, or are sums of such weights.
 
     Raises:
-        InputError: the engine runs no module under the model's names; a module is quantised in a way that cannot be proven; or the
-            model has an adapter of a kind that cannot be merged.
+        InputError: the engine runs no module under the model's names; a module is quantised in a way that cannot be
+            proven; or the model has an adapter of a kind that cannot be merged.
     """
 
     def __init__(
@@ -166,7 +168,8 @@ class ModuleProbe:
         for module in self.modules.probed.values():
             if module.quantization and (module.quantization not in HELD_FORMS or module.kind != "linear"):
                 raise InputError(
-                    f"the engine computes {module.name} in 8 bits by {module.quantization}, which cannot be proven yet: linear "
+                    f"the engine computes {module.name} in 8 bits by {module.quantization}, which cannot be "
+                    f"proven yet: linear "
                     f"layers in {', '.join(HELD_FORMS)} can, experts cannot; leave vllm_quantization out"
                 )
 
@@ -175,7 +178,8 @@ class ModuleProbe:
         """Errors of the modules for the probe input of `seed`.
 
         Args:
-            every: whether to probe all modules and compare all their outputs; otherwise a sample, as at a push during a run.
+            every: whether to probe all modules and compare all their outputs; otherwise a sample, as at a push during
+                a run.
         """
         start = time.perf_counter()
         # Made again for every probe and for every push, because the active adapter may have changed.
@@ -187,7 +191,9 @@ class ModuleProbe:
             (
                 name,
                 tensors,
-                [] if found is None else self._compared(self.modules.probed[name], tensors, seed, found, every),
+                []
+                if found is None
+                else self._compared(self.modules.probed[name], tensors, seed, found, every),
             )
             for name in names
             for tensors, found in self._parts(self.modules.probed[name], answers[name], seed, every)
@@ -200,18 +206,28 @@ class ModuleProbe:
             if not error <= limit:
                 # Several servers put their URL before the name (`engines/servers/server.py`).
                 wrong.add(name.rpartition("/")[0])
-        codes, recoded = self._compared_codes([name for name in names if self.modules.probed[name].quantization])
+        codes, recoded = self._compared_codes(
+            [name for name in names if self.modules.probed[name].quantization]
+        )
         seconds, probed = time.perf_counter() - start, self.modules.probed
         servers = tuple(sorted(wrong - {""}))
         unreached = self.modules.unreached
-        return ProbeRecord(errors, len(names), len(probed), unreached, limit, seconds, servers, codes, recoded)
+        return ProbeRecord(
+            errors, len(names), len(probed), unreached, limit, seconds, servers, codes, recoded
+        )
 
     def _compared_codes(self, names: list[str]) -> tuple[int, tuple[str, ...]]:
-        """The number of modules whose codes and scales were compared, and the names of those that differ from the trainer's."""
+        """The number of modules whose codes and scales were compared, and the names of those that differ from the
+        trainer's.
+        """
         told: dict[str, str] = {}
         for scheme in dict.fromkeys(self.modules.probed[name].quantization for name in names):
             own = [name for name in names if self.modules.probed[name].quantization == scheme]
-            told |= {name: digest for name, digest in self._form(scheme).digests(self._engine, own).items() if digest}
+            told |= {
+                name: digest
+                for name, digest in self._form(scheme).digests(self._engine, own).items()
+                if digest
+            }
         return len(told), tuple(name for name, digest in told.items() if digest != self._codes_digest(name))
 
     def _codes_digest(self, name: str) -> str:
@@ -232,12 +248,16 @@ class ModuleProbe:
         """Share of the trainer's weights, counted in elements, that a probe reaches."""
         source = self._source
         names = {source.first_name(name) for name in source.names if not name.endswith("bias")}
-        reached = {source.first_name(tensor) for module in self.modules.probed.values() for tensor in module.tensors}
+        reached = {
+            source.first_name(tensor) for module in self.modules.probed.values() for tensor in module.tensors
+        }
         weights = {name: source.shape(name).numel() for name in names}
         return sum(size for name, size in weights.items() if name in reached) / sum(weights.values())
 
     def _comparable(self, found: EngineModules) -> EngineModules:
-        """Leave out modules whose outputs are not the outputs of the named weights in order (a loader that pads or merges)."""
+        """Leave out modules whose outputs are not the outputs of the named weights in order (a loader that pads or
+        merges).
+        """
         probed, unreached = {}, list(found.unreached)
         for name, module in found.probed.items():
             if self._all_outputs(module) == module.outputs:
@@ -252,7 +272,8 @@ class ModuleProbe:
         layers = [
             name
             for name, module in probed.items()
-            if module.kind == "linear" and all(self._source.first_name(tensor) != head for tensor in module.tensors)
+            if module.kind == "linear"
+            and all(self._source.first_name(tensor) != head for tensor in module.tensors)
         ]
         vectors = [name for name, module in probed.items() if module.kind == "values"]
         experts = [name for name, module in probed.items() if module.kind == "experts"]
@@ -276,21 +297,27 @@ class ModuleProbe:
     def _parts(
         self, module: ProbedModule, answer: torch.Tensor, seed: int, every: bool
     ) -> list[tuple[tuple[str, ...], torch.Tensor | None]]:
-        """An answer split by the module's tensors, (inputs, outputs) each. All are None if the answer has the wrong size.
+        """An answer split by the module's tensors, (inputs, outputs) each.
+
+        All are None if the answer has the wrong size.
 
         An expert's output depends on all of its tensors together.
         """
         if module.kind == "embedding":
             return [((module.tensors[0],), answer)]
         if module.kind == "experts":
-            first = [_PROJECTIONS * e for e in probe_experts(seed, module.name, self._experts(module), every=every)]
+            first = [
+                _PROJECTIONS * e for e in probe_experts(seed, module.name, self._experts(module), every=every)
+            ]
             names = [module.tensors[i : i + _PROJECTIONS] for i in first]
             whole = len(answer) == len(names) * module.outputs
             return [(n, answer.view(len(names), -1)[i] if whole else None) for i, n in enumerate(names)]
         inputs = 2 if module.has_bias else 1
         if len(answer) != inputs * module.outputs:
             return [((tensor,), None) for tensor in module.tensors]
-        parts = answer.view(inputs, -1).split([self._outputs(module, tensor) for tensor in module.tensors], dim=1)
+        parts = answer.view(inputs, -1).split(
+            [self._outputs(module, tensor) for tensor in module.tensors], dim=1
+        )
         return [((tensor,), part) for tensor, part in zip(module.tensors, parts, strict=True)]
 
     def _experts(self, module: ProbedModule) -> int:
@@ -373,8 +400,8 @@ def check_probe(record: ProbeRecord, version: int) -> None:
     """Check a probe's errors against their limit.
 
     Raises:
-        ProofError: a module's outputs differ from the outputs of the trainer's weights, or its codes from their codes. The message
-            names the layers.
+        ProofError: a module's outputs differ from the outputs of the trainer's weights, or its codes from their
+            codes. The message names the layers.
     """
     failed = record.failed
     if not failed:
@@ -384,7 +411,8 @@ def check_probe(record: ProbeRecord, version: int) -> None:
     where = f" at {', '.join(record.servers)}" if record.servers else ""
     raise ProofError(
         "module_probe",
-        f"at version {version} {len(failed)} of {len(record.errors)} weights give other outputs in the engine{where} than in the "
+        f"at version {version} {len(failed)} of {len(record.errors)} weights give other outputs in the "
+        f"engine{where} than in the "
         f"trainer (limit {record.limit:.0e} of their size): {shown}{', …' if len(failed) > 4 else ''}",
         _cause(record, failed),
         "do not train on this engine; name the model, the layer and the engine's version in a report",
@@ -395,7 +423,8 @@ def _check_codes(record: ProbeRecord, version: int) -> None:
     if record.recoded:
         raise ProofError(
             "codes",
-            f"at version {version} {len(record.recoded)} of {record.codes} modules hold other codes or scales in 8 bits than those "
+            f"at version {version} {len(record.recoded)} of {record.codes} modules hold other codes or scales "
+            f"in 8 bits than those "
             f"of the trainer's weights: {', '.join(record.recoded[:4])}{', …' if len(record.recoded) > 4 else ''}",
             "the engine did not quantise the layer again after this push, or quantises by another formula",
             "do not train on this engine; name the model, the layer and the engine's version in a report",
@@ -406,5 +435,8 @@ def _cause(record: ProbeRecord, failed: list[str]) -> str:
     if len(failed) == len(record.errors):
         return "no weight of the push is in use: the load was acknowledged without effect, or the engine was restarted"
     if len(failed) <= 2:
-        return "the engine kept an older copy of this layer, or wrote the sent one into the wrong place (packing, tying, order)"
+        return (
+            "the engine kept an older copy of this layer, or wrote the sent one into the wrong place "
+            "(packing, tying, order)"
+        )
     return "a part of the push is not in use, or was written into the wrong places"

@@ -77,11 +77,13 @@ class OptimizerRule:
         if lost or len(group_of) != len(places):
             raise ProofError(
                 "update",
-                f"{lost[0]} requires a gradient and is in no group of the optimizer ({len(lost)} of {len(names)} tensors)"
+                f"{lost[0]} requires a gradient and is in no group of the optimizer ({len(lost)} of "
+                f"{len(names)} tensors)"
                 if lost
                 else "a parameter is in the optimizer twice",
                 "the optimizer was made from other parameters than those that are trained",
-                "give every trained parameter to the optimizer once, and call requires_grad_(False) on those that stay as they are",
+                "give every trained parameter to the optimizer once, and call requires_grad_(False) on those "
+                "that stay as they are",
             )
         self.group_of = [group_of[id(p)] for p in parameters]
 
@@ -106,11 +108,14 @@ class OptimizerRule:
         values, first, second, *stacked = read_all([*parts, *([torch.stack(tensors)] if tensors else [])])
         counts = iter(stacked[0].tolist() if stacked else ())
         of_tensor = torch.tensor(
-            [next(counts, 0.0) if isinstance(s, torch.Tensor) else float(s) for s in steps], dtype=torch.float64
+            [next(counts, 0.0) if isinstance(s, torch.Tensor) else float(s) for s in steps],
+            dtype=torch.float64,
         )
         return State(values, Moments(first, second, of_tensor[drawn.owners]))
 
-    def expected(self, before: State, gradients: torch.Tensor, drawn: Drawn, rates: Sequence[float]) -> Expected | None:
+    def expected(
+        self, before: State, gradients: torch.Tensor, drawn: Drawn, rates: Sequence[float]
+    ) -> Expected | None:
         """What the step must make of drawn elements; None where the rule is not known.
 
         Args:
@@ -134,15 +139,25 @@ class OptimizerRule:
         new, moments, size = adamw(before.values, gradients, before.moments, settings)
         eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._parameters], dtype=torch.float64)[owners]
         loose = (8 * eps).clamp(min=1e-4)
-        return Expected(State(new, moments), loose * size + 2 * eps * torch.maximum(new.abs(), before.values.abs()))
+        return Expected(
+            State(new, moments), loose * size + 2 * eps * torch.maximum(new.abs(), before.values.abs())
+        )
 
-    def moments_differ(self, expected: Moments, found: Moments, gradients: torch.Tensor, drawn: Drawn) -> torch.Tensor:
+    def moments_differ(
+        self, expected: Moments, found: Moments, gradients: torch.Tensor, drawn: Drawn
+    ) -> torch.Tensor:
         """(N,) bool, whether the moments after the step are not those that the rule makes."""
-        eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._parameters], dtype=torch.float64)[drawn.owners]
+        eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._parameters], dtype=torch.float64)[
+            drawn.owners
+        ]
         loose = (8 * eps).clamp(min=1e-5)
         # Squares below float32's smallest numbers become zero.
-        first = (found.first - expected.first).abs() > loose * (expected.first.abs() + gradients.abs()) + 1e-30
-        second = (found.second - expected.second).abs() > loose * (expected.second + gradients.square()) + 1e-30
+        first = (found.first - expected.first).abs() > loose * (
+            expected.first.abs() + gradients.abs()
+        ) + 1e-30
+        second = (found.second - expected.second).abs() > loose * (
+            expected.second + gradients.square()
+        ) + 1e-30
         return first | second | (found.steps != expected.steps) | found.first.isnan() | found.second.isnan()
 
 
@@ -180,7 +195,8 @@ class Rates:
         """
         if self.metrics is not None:
             return [self._of_group(index, due, step) for index, due in enumerate(self._by_metric(step))]
-        # The first step of a resumed run has the rate that its checkpoint was written with, even if the run is longer now.
+        # The first step of a resumed run has the rate that its checkpoint was written with, even if the run is longer
+        # now.
         resumed = 0 < step == self.start
         formula = None if resumed else self.schedule
         factor = None if formula is None else rate_factor(formula, step, self.warmup, self.total)
@@ -188,7 +204,9 @@ class Rates:
             rates = [float(rate) for rate in self.scheduler.get_last_lr()]
             taken = getattr(self.scheduler, "last_epoch", step)
             if taken != step:
-                raise _wrong(f"the schedule has taken {taken} steps before optimizer step {step + 1}, not {step}")
+                raise _wrong(
+                    f"the schedule has taken {taken} steps before optimizer step {step + 1}, not {step}"
+                )
         else:
             rates = [first * factor for first in self.settings.first_rates()]
         return [self._of_group(index, due, step) for index, due in enumerate(rates)]
@@ -196,8 +214,14 @@ class Rates:
     def _by_metric(self, step: int) -> list[float]:
         taken = getattr(self.scheduler, "last_epoch", self.metrics)
         if taken != self.metrics:
-            raise _wrong(f"the schedule has taken {taken} metrics before optimizer step {step + 1}, not {self.metrics}")
-        return list(self.plateau.rates) if self.plateau else [float(rate) for rate in self.scheduler.get_last_lr()]
+            raise _wrong(
+                f"the schedule has taken {taken} metrics before optimizer step {step + 1}, not {self.metrics}"
+            )
+        return (
+            list(self.plateau.rates)
+            if self.plateau
+            else [float(rate) for rate in self.scheduler.get_last_lr()]
+        )
 
     def before_metric(self) -> None:
         """Note the learning rates from which a schedule goes on that follows metrics. A user may have set them."""
@@ -239,8 +263,10 @@ def _wrong(found: str) -> ProofError:
     return ProofError(
         "learning_rate",
         found,
-        "something other than the scheduler or a callback of yours set the learning rate, or the scheduler belongs to another "
+        "something other than the scheduler or a callback of yours set the learning rate, or the scheduler "
+        "belongs to another "
         "run or step",
-        "give the learning rate in the config (learning_rate, lr_scheduler_type, warmup_steps), or a scheduler of your own with "
+        "give the learning rate in the config (learning_rate, lr_scheduler_type, warmup_steps), or a "
+        "scheduler of your own with "
         "the optimizer; resume with the checkpoint's scheduler.pt and the same settings",
     )

@@ -1,4 +1,5 @@
-"""Proof of the optimizer's settings: those that the config gives, read a second time, with the changes that the user has made.
+"""Proof of the optimizer's settings: those that the config gives, read a second time, with the changes that the user
+has made.
 
 The callbacks of a run are called inside `explained`: what one of the user's callbacks changes is taken, and so is every
 change of an optimizer that the user gave. Such changes stand in the receipt, and a resumed run begins with them. Any
@@ -25,7 +26,8 @@ import torch
 from lockstep.definitions.optimizer import SETTING_OF
 from lockstep.errors import ProofError
 
-# The settings of one group of tensors, by name: JSON types. The scheduler may change the learning rate itself at any time.
+# The settings of one group of tensors, by name: JSON types. The scheduler may change the learning rate itself at any
+# time.
 Settings = dict[str, Any]
 _RATE = "lr"
 GIVEN = "the program that gave the optimizer"
@@ -41,7 +43,8 @@ class Change:
         tensors: the tensors of this group, in words.
         field: name of the setting.
         before, after: its values.
-        place: of a learning rate, the step of the schedule at which it was set. The schedule's next step sets another one.
+        place: of a learning rate, the step of the schedule at which it was set. The schedule's next step sets another
+            one.
     """
 
     by: str
@@ -67,7 +70,8 @@ class Taken:
     """What a run has taken so far, from its receipt.
 
     Attributes:
-        given: the settings of each group of an optimizer that the user gave, when the run began; None: the trainer made it.
+        given: the settings of each group of an optimizer that the user gave, when the run began; None: the trainer
+            made it.
         changes: the changes since.
     """
 
@@ -176,7 +180,8 @@ class OptimizerSettings:
                     "optimizer",
                     f"{change.field} of {change.tensors} is {change.after} and was {change.before}",
                     "something other than a callback of yours has changed the optimizer's settings",
-                    "change settings in a callback, or give an optimizer of your own; otherwise this is a defect of Lockstep: "
+                    "change settings in a callback, or give an optimizer of your own; otherwise this is a "
+                    "defect of Lockstep: "
                     "report it",
                 )
 
@@ -184,7 +189,11 @@ class OptimizerSettings:
         """Just after the optimizer has stepped, before any callback is called."""
         if self._counts:
             for held, now in zip(self._held, self._read(), strict=False):
-                held |= {k: v for k, v in now.items() if k not in self._from_config and k not in SETTING_OF.values()}
+                held |= {
+                    k: v
+                    for k, v in now.items()
+                    if k not in self._from_config and k not in SETTING_OF.values()
+                }
         self.look()
         self._stepped = [dict(group) for group in self._held]
         own = {index: self.rate_set(index) for index in self._rates}
@@ -194,7 +203,8 @@ class OptimizerSettings:
         """The changes that were taken since the last call of `news`, as JSON types.
 
         Raises:
-            ProofError: something has changed a setting outside of `explained`. The error has its name and its two values.
+            ProofError: something has changed a setting outside of `explained`. The error has its name and its two
+                values.
         """
         self.look()
         if self._failure is not None:
@@ -202,7 +212,10 @@ class OptimizerSettings:
         return [change.line() for change in self._news]
 
     def news(self) -> tuple[list[dict[str, Any]] | None, list[Change]]:
-        """What the receipt does not have yet: the settings of a given optimizer, and changes. It counts as written from now on."""
+        """What the receipt does not have yet: the settings of a given optimizer, and changes.
+
+        It counts as written from now on.
+        """
         given = None
         if self.by_user and not self._told:
             given = [{"tensors": t, **g} for t, g in zip(self._titles, self._first(), strict=True)]
@@ -211,7 +224,10 @@ class OptimizerSettings:
         return given, found
 
     def so_far(self) -> Taken:
-        """What was taken until now, for another run with the same optimizer. An optimizer of the user's is read anew."""
+        """What was taken until now, for another run with the same optimizer.
+
+        An optimizer of the user's is read anew.
+        """
         kept = [] if self.by_user else [change for change in self._all if change.field != _RATE]
         return Taken(None, kept)
 
@@ -251,10 +267,16 @@ class OptimizerSettings:
         return zip(self._held, self.optimizer.param_groups, strict=True)
 
     def _read(self) -> list[Settings]:
-        """The settings of each group as they are. The learning rate before the schedule is the one that the schedule uses."""
+        """The settings of each group as they are.
+
+        The learning rate before the schedule is the one that the schedule uses.
+        """
         groups = self.optimizer.param_groups
         bases = getattr(self._scheduler, "base_lrs", None) or []
-        found = [{k: _plain(v) for k, v in g.items() if k not in ("params", _RATE) and _is_plain(v)} for g in groups]
+        found = [
+            {k: _plain(v) for k, v in g.items() if k not in ("params", _RATE) and _is_plain(v)}
+            for g in groups
+        ]
         if len(bases) == len(found):
             for group, base in zip(found, bases, strict=True):
                 group["initial_lr"] = float(base)
@@ -263,7 +285,8 @@ class OptimizerSettings:
     def _differences(self, by: str) -> list[Change]:
         now = self._read()
         if len(now) != len(self._held):
-            # It is raised where all ranks compare, as every failure here. Otherwise the other ranks would wait for this one.
+            # It is raised where all ranks compare, as every failure here. Otherwise the other ranks would wait for
+            # this one.
             self._failure = self._failure or ProofError(
                 "optimizer",
                 f"the optimizer has {len(now)} groups of tensors, and had {len(self._held)} when training began",
@@ -302,7 +325,8 @@ class OptimizerSettings:
             self._check_title(change.group, change.tensors)
             if change.field != _RATE:
                 due_by_change[change.group, change.field] = change.after
-        # A schedule that follows metrics keeps no rate of the beginning. After its first metric the rate is another one.
+        # A schedule that follows metrics keeps no rate of the beginning. After its first metric the rate is another
+        # one.
         is_new = not self._place()
         for index, (group, found) in enumerate(zip(self.optimizer.param_groups, self._held, strict=True)):
             rate = {"initial_lr": float(group[_RATE])} if "initial_lr" not in found and is_new else {}
@@ -343,14 +367,17 @@ class OptimizerSettings:
             raise ProofError(
                 "learning_rate",
                 f"the optimizer begins with a learning rate of {found[field]:g} for {whose}; {giver} gives {due:g}",
-                "the optimizer was made or loaded with other settings, or the config was changed after the trainer was made",
+                "the optimizer was made or loaded with other settings, or the config was changed after the "
+                "trainer was made",
                 "give learning_rate in the config before the trainer is made, or give an optimizer of your own",
             )
         raise ProofError(
             "optimizer",
             f"{field} of {whose} is {found[field]}; {giver} gives {due}",
-            "the optimizer was made or loaded with other settings, or the config was changed after the trainer was made",
-            "give adam_beta1, adam_beta2, adam_epsilon and weight_decay in the config before the trainer is made, change them in a "
+            "the optimizer was made or loaded with other settings, or the config was changed after the "
+            "trainer was made",
+            "give adam_beta1, adam_beta2, adam_epsilon and weight_decay in the config before the trainer is "
+            "made, change them in a "
             "callback, or give an optimizer of your own",
         )
 

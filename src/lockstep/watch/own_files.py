@@ -28,14 +28,16 @@ from lockstep.whose_code import is_installed
 
 # Methods that change a collection in place.
 _CHANGING = {
-    "add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop", "popitem", "popleft", "remove",
+    "add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop", "popitem", "popleft",
+    "remove",
     "reverse", "setdefault", "sort", "update", "subtract",
 }  # fmt: skip
 # Functions that build an object. What they assign to it is how it begins.
 _BUILDING = {"__init__", "__new__", "__post_init__", "__setstate__"}
 # A value that comes from one of these differs between two processes.
 _UNSTABLE = {
-    "time", "time_ns", "perf_counter", "monotonic", "now", "utcnow", "today", "uuid1", "uuid4", "random", "randint", "choice",
+    "time", "time_ns", "perf_counter", "monotonic", "now", "utcnow", "today", "uuid1", "uuid4", "random", "randint",
+    "choice",
     "shuffle", "sample", "uniform", "token_hex", "urandom", "getenv", "getpid", "getcwd", "cwd", "gethostname", "node",
     "mkdtemp", "mkstemp", "cpu_count", "get_ident", "id", "hash", "is_available", "device_count", "sched_getaffinity",
     "get_num_threads", "abspath", "absolute", "resolve", "expanduser", "home", "gettempdir", "getuser", "version",
@@ -51,8 +53,8 @@ class _File:
 
     Attributes:
         digest: of its bytes.
-        statements: the innermost statements outside of functions and classes, with the names that each defines or changes, and
-            the attributes that it changes.
+        statements: the innermost statements outside of functions and classes, with the names that each defines or
+            changes, and the attributes that it changes.
         places: functions, classes and lambdas by the line of their code.
         taken: of a script, the nodes that count so far.
     """
@@ -77,7 +79,8 @@ class OwnFiles:
     """The files that were reached so far.
 
     Attributes:
-        changed: names whose values are not compared: functions in these files change them, or they differ between processes.
+        changed: names whose values are not compared: functions in these files change them, or they differ between
+            processes.
     """
 
     def __init__(self) -> None:
@@ -96,7 +99,11 @@ class OwnFiles:
 
     def slices(self) -> list[str]:
         """The texts of scripts that count."""
-        files = [file for file in self._files.values() if isinstance(file, _File) and file.is_script and not file.whole]
+        files = [
+            file
+            for file in self._files.values()
+            if isinstance(file, _File) and file.is_script and not file.whole
+        ]
         return [file.segment(node) for file in files for node in file.taken.values()]
 
     def without_places(self, text: str) -> str:
@@ -109,7 +116,9 @@ class OwnFiles:
     def reach_module(self, module: types.ModuleType) -> bool:
         """Take a module's file. Returns whether it is the user's own."""
         place = getattr(module, "__file__", None)
-        return place is not None and not _is_lockstep(module.__name__) and self._reach(Path(place)) is not None
+        return (
+            place is not None and not _is_lockstep(module.__name__) and self._reach(Path(place)) is not None
+        )
 
     def reach_object(self, path: Path, value: Any) -> str | None:
         """Take the file of a function or class; of a script, what the object names. Returns the object's text.
@@ -180,13 +189,16 @@ class OwnFiles:
                 used.add(node.name)
                 waiting += [statement for statement, *_ in file.statements if _calls(statement, node.name)]
             waiting += [
-                statement for statement, defined, attributes in file.statements if defined & used or attributes & names
+                statement
+                for statement, defined, attributes in file.statements
+                if defined & used or attributes & names
             ]
         if file.whole:
             self._follow(path, file.tree)
 
 
-# ---- one file -----------------------------------------------------------------------------------------------------------
+# ---- one file
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> _File | str | None:
@@ -278,7 +290,10 @@ def _nodes_of(file: _File, value: Any) -> list[ast.AST]:
     if isinstance(plain, type):
         name = plain.__name__
         return [
-            node for nodes in file.places.values() for node in _first_of(nodes, name) if isinstance(node, ast.ClassDef)
+            node
+            for nodes in file.places.values()
+            for node in _first_of(nodes, name)
+            if isinstance(node, ast.ClassDef)
         ]
     code = getattr(plain, "__code__", None)
     found = file.places.get(code.co_firstlineno, []) if code is not None else []
@@ -305,7 +320,9 @@ def _identifiers(node: ast.AST) -> set[str]:
 
 
 def _globals_of(node: ast.AST) -> set[str]:
-    """Names of a piece of code that stand for globals of its module, as Python itself sees it; all names if it cannot say."""
+    """Names of a piece of code that stand for globals of its module, as Python itself sees it; all names if it cannot
+    say.
+    """
     try:
         scopes = [symtable.symtable(ast.unparse(node), "", "exec")]
     except SyntaxError:
@@ -325,11 +342,14 @@ def _globals_of(node: ast.AST) -> set[str]:
     return found
 
 
-# ---- values that are not compared ---------------------------------------------------------------------------------------
+# ---- values that are not compared
+# ---------------------------------------------------------------------------------------
 
 
 def changed_names(text: str) -> set[str]:
-    """Names whose values the functions in a text change, or that differ between two processes; empty if it is no Python."""
+    """Names whose values the functions in a text change, or that differ between two processes; empty if it is no
+    Python.
+    """
     try:
         return _changed(ast.parse(textwrap.dedent(text)))
     except (SyntaxError, ValueError):
@@ -342,14 +362,18 @@ def _changed(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             building = getattr(node, "name", "") in _BUILDING
             own = _locals(node)
-            found |= {name for name, of_self in _changes(node) if name not in own and not (building and of_self)}
+            found |= {
+                name for name, of_self in _changes(node) if name not in own and not (building and of_self)
+            }
             named = (c.args[1] for c in ast.walk(node) if _is_setattr(c))
             found |= {str(part.value) for part in named if isinstance(part, ast.Constant)}
         elif isinstance(node, ast.Global | ast.Nonlocal):
             found |= set(node.names)
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             called = {_last_name(c.func) for c in ast.walk(node.value) if isinstance(c, ast.Call)}
-            called |= {n.attr for n in ast.walk(node.value) if isinstance(n, ast.Attribute)} & _UNSTABLE_ATTRIBUTES
+            called |= {
+                n.attr for n in ast.walk(node.value) if isinstance(n, ast.Attribute)
+            } & _UNSTABLE_ATTRIBUTES
             if called & (_UNSTABLE | _UNSTABLE_ATTRIBUTES):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 found |= {name for target in targets for name in _targets(target)}
@@ -364,7 +388,9 @@ def _locals(function: ast.AST) -> set[str]:
     """Names that are a function's own variables."""
     given: Any = function.args  # type: ignore[attr-defined]
     names = {
-        a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg) if a is not None
+        a.arg
+        for a in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
+        if a is not None
     }
     outer: set[str] = set()
     for node in ast.walk(function):
@@ -384,7 +410,8 @@ def _changes(code: ast.AST) -> Iterator[tuple[str, bool]]:
         if name := _last_name(inner):
             yield (
                 name,
-                isinstance(inner, ast.Attribute) and _root_name(inner.value) == _last_name(inner.value) == "self",
+                isinstance(inner, ast.Attribute)
+                and _root_name(inner.value) == _last_name(inner.value) == "self",
             )
 
 
@@ -393,7 +420,11 @@ def _changed_places(code: ast.AST) -> Iterator[ast.expr]:
     for node in ast.walk(code):
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             yield node
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and changes_in_place(node.func.attr):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and changes_in_place(node.func.attr)
+        ):
             yield node.func.value
 
 
@@ -441,7 +472,8 @@ def _last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-# ---- modules ------------------------------------------------------------------------------------------------------------
+# ---- modules
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _is_lockstep(name: str) -> bool:

@@ -50,8 +50,13 @@ OWN_DTYPE = Precision()
 
 
 @torch.no_grad()
-def sequence_logits(model: PreTrainedModel, ids: Sequence[int], precision: Precision = OWN_DTYPE) -> torch.Tensor:
-    """(len(ids), V) float32 logits of one sequence, in evaluation mode. They are in one tensor, without a limit on its size."""
+def sequence_logits(
+    model: PreTrainedModel, ids: Sequence[int], precision: Precision = OWN_DTYPE
+) -> torch.Tensor:
+    """(len(ids), V) float32 logits of one sequence, in evaluation mode.
+
+    They are in one tensor, without a limit on its size.
+    """
     return torch.cat(list(logit_chunks(model, ids, 0, precision)))
 
 
@@ -68,13 +73,14 @@ def completion_logps(
 ) -> torch.Tensor:
     """(len(token_ids),) log-probs of a completion under the distribution that `sampling` describes.
 
-    The log-prob is −inf for a token that the sampling settings exclude. No tensor of logits is larger than `LOGITS_BYTES`, for
-    any length of the completion.
+    The log-prob is −inf for a token that the sampling settings exclude. No tensor of logits is larger than
+    `LOGITS_BYTES`, for any length of the completion.
 
     Args:
         sampling: a `Distribution` if the settings have a grammar or `min_tokens`.
         kept: one set of ids for each token, among which the token is scored; None: the filters are applied again.
-        pictures: the pictures of the prompt and the completion. The model's own forward computes them and the positions.
+        pictures: the pictures of the prompt and the completion. The model's own forward computes them and the
+            positions.
 
     Raises:
         ProofError: the completion does not follow the grammar.
@@ -107,7 +113,9 @@ def _tempered(
     precision: Precision,
     pictures: PromptPictures | None,
 ) -> torch.Tensor:
-    """`completion_logps` where nothing but the temperature shapes the logits: many rows at a time, on the model's device."""
+    """`completion_logps` where nothing but the temperature shapes the logits: many rows at a time, on the model's
+    device.
+    """
     targets, scores = torch.tensor(tokens), []
     for logits in logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision, pictures):
         own, targets = sent(targets[: len(logits)], logits.device), targets[len(logits) :]
@@ -136,19 +144,26 @@ def sampled_logps(
     count = int(places[-1]) + 1
     sets = None if sets is None else sets.part(0, count)
     ids = completion.token_ids[:count]
-    logps = completion_logps(model, completion.prompt_ids, ids, distribution, precision, sets, completion.pictures)
+    logps = completion_logps(
+        model, completion.prompt_ids, ids, distribution, precision, sets, completion.pictures
+    )
     return logps[torch.tensor(places)]
 
 
 def sets_of_all(completion: Completion) -> KeptIds | None:
-    """One set for each id of a completion. Inserted ids, whose log-probs nobody reads, get the id itself as their set."""
+    """One set for each id of a completion.
+
+    Inserted ids, whose log-probs nobody reads, get the id itself as their set.
+    """
     kept = completion.kept_ids
     if kept is None or completion.sampled is None:
         return kept
     sets, places = [], iter(range(len(kept)))
     for token, sampled in zip(completion.token_ids, completion.sampled, strict=True):
         place = next(places) if sampled else 0
-        sets.append(kept.part(place, place + 1) if sampled else KeptIds(small_ids([token]), whole_numbers([1])))
+        sets.append(
+            kept.part(place, place + 1) if sampled else KeptIds(small_ids([token]), whole_numbers([1]))
+        )
     return joined_kept_ids(sets)
 
 
@@ -224,7 +239,9 @@ def plain_scores(
     completions: Sequence[Completion],
     distribution: Distribution,
 ) -> torch.Tensor:
-    """(3, N) log-prob, entropy and critic's value of every sampled token, on the model's device. Without a critic the values are 0.
+    """(3, N) log-prob, entropy and critic's value of every sampled token, on the model's device.
+
+    Without a critic the values are 0.
 
     Padding comes after the scored tokens, so that causal attention hides it.
     """
@@ -234,7 +251,8 @@ def plain_scores(
     rows = sent(torch.tensor([path + [0] * (longest - len(path)) for path in paths]), inner.device)
     hidden = inner.base_model(input_ids=rows, use_cache=False).last_hidden_state
     places = [
-        torch.from_numpy(c.sampled_places + len(c.prompt_ids) - 1) + i * longest for i, c in enumerate(completions)
+        torch.from_numpy(c.sampled_places + len(c.prompt_ids) - 1) + i * longest
+        for i, c in enumerate(completions)
     ]
     chosen = hidden.flatten(0, 1)[sent(torch.cat(places), hidden.device)]
     values = critic(chosen)[:, 0] if critic is not None else torch.zeros(len(chosen), device=hidden.device)
@@ -250,8 +268,11 @@ def plain_scores(
     return torch.cat([torch.cat(found, 1), values[None]])
 
 
-def _of_rows(completion: Completion, places: Ids, logits: torch.Tensor, distribution: Distribution) -> torch.Tensor:
-    """(2, n) log-probs and entropies of n sampled tokens of a completion, from their (n, V) logits, on the device of these.
+def _of_rows(
+    completion: Completion, places: Ids, logits: torch.Tensor, distribution: Distribution
+) -> torch.Tensor:
+    """(2, n) log-probs and entropies of n sampled tokens of a completion, from their (n, V) logits, on the device of
+    these.
 
     Filters, penalties and grammars are applied on the host.
 
@@ -352,7 +373,11 @@ class Widened(TorchDispatchMode):
 
     def widen(self, value: Any) -> Any:
         """A tensor in the wider dtype. A tensor that has it already is changed only by the operation that reads it."""
-        return value.to(self._dtype) if isinstance(value, torch.Tensor) and value.dtype in self._narrow else value
+        return (
+            value.to(self._dtype)
+            if isinstance(value, torch.Tensor) and value.dtype in self._narrow
+            else value
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -364,7 +389,10 @@ class Widened(TorchDispatchMode):
             return func(*self._as_written(func, args), **kwargs)
         if kwargs.get("dtype") in self._narrow:
             kwargs["dtype"] = self._dtype
-        args, kwargs = _each(self._wide, args), {name: _each(self._wide, value) for name, value in kwargs.items()}
+        args, kwargs = (
+            _each(self._wide, args),
+            {name: _each(self._wide, value) for name, value in kwargs.items()},
+        )
         if func is _ATEN._grouped_mm.default:
             return _products(*args, **kwargs)
         return func(*args, **kwargs)
@@ -376,9 +404,15 @@ class Widened(TorchDispatchMode):
         if move is not None:
             dtype = torch.promote_types(value.dtype, self._dtype)
             return move.add_to(value.to(dtype, memory_format=torch.contiguous_format, copy=True))
-        return value.to(self._dtype, memory_format=torch.contiguous_format) if value.dtype in self._narrow else value
+        return (
+            value.to(self._dtype, memory_format=torch.contiguous_format)
+            if value.dtype in self._narrow
+            else value
+        )
 
-    def _rows(self, func: Any, weight: torch.Tensor, ids: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+    def _rows(
+        self, func: Any, weight: torch.Tensor, ids: torch.Tensor, *rest: Any, **more: Any
+    ) -> torch.Tensor:
         """An embedding reads a few rows. The whole matrix need not be wide."""
         found = func(weight, ids, *rest, **more)
         found = found.to(torch.promote_types(found.dtype, self._dtype))
@@ -387,7 +421,9 @@ class Widened(TorchDispatchMode):
 
     def _as_written(self, func: Any, args: Any) -> list[Any]:
         """The arguments of an operation that writes: what it reads gets the dtype of what it writes."""
-        written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments][: len(args)]
+        written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments][
+            : len(args)
+        ]
         dtypes = [
             value.dtype
             for value, is_written in zip(args, written, strict=True)
@@ -400,14 +436,17 @@ class Widened(TorchDispatchMode):
                 return self._wide(value).to(target)
             return value
 
-        return [value if is_written else _each(read, value) for value, is_written in zip(args, written, strict=True)]
+        return [
+            value if is_written else _each(read, value)
+            for value, is_written in zip(args, written, strict=True)
+        ]
 
 
 class _Functions(TorchFunctionMode):
     """A context for functions whose arguments are changed before a dispatch mode sees them.
 
-    Convolutions get arguments of one dtype, before PyTorch compares them. The product with a moved matrix is that with the matrix,
-    plus that with the move, which is an outer product. So the matrix is not copied.
+    Convolutions get arguments of one dtype, before PyTorch compares them. The product with a moved matrix is that
+    with the matrix, plus that with the move, which is an outer product. So the matrix is not copied.
     """
 
     def __init__(self, widened: Widened) -> None:
@@ -423,7 +462,9 @@ class _Functions(TorchFunctionMode):
             args, kwargs = [widen(a) for a in args], {name: widen(a) for name, a in kwargs.items()}
         return func(*args, **kwargs)
 
-    def _linear(self, func: Any, rows: torch.Tensor, weight: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+    def _linear(
+        self, func: Any, rows: torch.Tensor, weight: torch.Tensor, *rest: Any, **more: Any
+    ) -> torch.Tensor:
         move = self._widened.move_of(weight)
         if move is None or move.columns is None:
             return func(rows, weight, *rest, **more)
@@ -434,13 +475,18 @@ class _Functions(TorchFunctionMode):
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
-    """A value with every leaf changed. Arguments of PyTorch's operations nest in nothing but lists; its own `tree_map` is slow."""
+    """A value with every leaf changed.
+
+    Arguments of PyTorch's operations nest in nothing but lists; its own `tree_map` is slow.
+    """
     if isinstance(value, (list, tuple)):
         return [_each(change, part) for part in value]
     return change(value)
 
 
-def _products(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+def _products(
+    rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, *rest: Any, **more: Any
+) -> torch.Tensor:
     """(T, N) products of groups of rows, each with its own (K, N) matrix. PyTorch's operation takes no float64.
 
     Args:

@@ -60,7 +60,8 @@ def canary_gap(
     scores: Mapping[str, Sequence[float] | torch.Tensor],
     precision: Precision,
 ) -> GapStats:
-    """Parity gap between an engine's scores and the trainer's own log-probs at temperature 1, with the trainer's current weights.
+    """Parity gap between an engine's scores and the trainer's own log-probs at temperature 1, with the trainer's
+    current weights.
 
     Args:
         sequences: the scored sequences, by name.
@@ -77,7 +78,9 @@ def canary_gap(
     return gap
 
 
-def score_canary(model: PreTrainedModel, engine: ProbedEngine, max_model_len: int, precision: Precision) -> GapStats:
+def score_canary(
+    model: PreTrainedModel, engine: ProbedEngine, max_model_len: int, precision: Precision
+) -> GapStats:
     """Parity gap between engine and trainer over the canary's tokens, at temperature 1.
 
     Raises:
@@ -97,7 +100,8 @@ def check_canary(gap: GapStats, limit: Tolerance, version: int) -> None:
         gap,
         limit,
         version,
-        "the canary's tokens, which no policy sampled, score differently although every probed module agrees: positions, "
+        "the canary's tokens, which no policy sampled, score differently although every probed module agrees: "
+        "positions, "
         "attention mask, or a part of the model that no probe reaches",
         "compare the model's configuration on both sides (rope scaling, sliding window, soft-capping)",
     )
@@ -114,7 +118,8 @@ class PushProof:
 
     Attributes:
         push: the record of the sent weights, with their digest.
-        probe: the differences between the outputs of the engine's modules and the outputs of the trained model's weights.
+        probe: the differences between the outputs of the engine's modules and the outputs of the trained model's
+            weights.
         canary: the gap over the canary's tokens; None if this push did not score the canary.
     """
 
@@ -131,7 +136,8 @@ class PushExtension:
 
     Attributes:
         push: sends the model as a version, instead of `push_weights`; None: `push_weights` sends it.
-        source: the weights with which the engine's modules should compute (`ModuleProbe`); None: those that a push sends.
+        source: the weights with which the engine's modules should compute (`ModuleProbe`); None: those that a push
+            sends.
     """
 
     push: Callable[[int], SyncRecord] | None = None
@@ -192,8 +198,9 @@ def push_extension(options: object) -> Callable[[PushWatch], PushExtension]:
 class PushWatch:
     """The proofs of the pushes of one model into one engine.
 
-    The first push after the start, after a push that was not proven, or after `distrust`, sends everything, and every module of the
-    engine is probed. Later pushes send what changed, and a sample of the modules is probed, unless `every_module` asks for all.
+    The first push after the start, after a push that was not proven, or after `distrust`, sends everything, and every
+    module of the engine is probed. Later pushes send what changed, and a sample of the modules is probed, unless
+    `every_module` asks for all.
 
     Args:
         model: the trained model; it is only read.
@@ -253,16 +260,21 @@ class PushWatch:
         members: tuple[str, ...] = getattr(self.engine, "members", ())
         if self._module_probe is None or members != self._probed:
             self._probed = members
-            self._module_probe = ModuleProbe(self.model, self.engine, self.engine_dtype, source=self.extension.source)
+            self._module_probe = ModuleProbe(
+                self.model, self.engine, self.engine_dtype, source=self.extension.source
+            )
         return self._module_probe
 
     def distrust(self) -> None:
-        """Send everything in the next push and then probe every module: the engine was lost and may have been replaced, or a proof
-        has failed."""
+        """Send everything in the next push and then probe every module: the engine was lost and may have been
+        replaced, or a proof has failed."""
         self._trusted = False
 
     def pushing(self) -> None:
-        """The weights will be pushed. If the last push was not proven, this one sends everything, and every module is probed."""
+        """The weights will be pushed.
+
+        If the last push was not proven, this one sends everything, and every module is probed.
+        """
         if not self._trusted:
             self.every_module = True
             # What was left out would stay as it is, also if it is wrong.
@@ -274,7 +286,8 @@ class PushWatch:
 
         Raises:
             ProofError: the engine computes with other weights.
-            LockstepError: the engine or a library raised an error of its own. The message has its type, its text and its place.
+            LockstepError: the engine or a library raised an error of its own. The message has its type, its text and
+                its place.
         """
         with self._phase("verify"):
             probe = self.probe(record.version, every_module=self.every_module)
@@ -322,7 +335,8 @@ class ProvenPusher(PushWatch):
 
         Raises:
             ProofError: the engine did not receive, load or commit the weights, or computes with other weights.
-            LockstepError: the engine or a library raised an error of its own. The message has its type, its text and its place.
+            LockstepError: the engine or a library raised an error of its own. The message has its type, its text and
+                its place.
         """
         self.every_module, self.canary = every_module, canary
         self.pushing()

@@ -32,8 +32,8 @@ def check_same_weights(ranks: Ranks, modules: Sequence[torch.nn.Module], version
     A sharded module has one copy of its weights. There every rank proves that it is sharded (`ShardedModel.check`).
 
     Raises:
-        ProofError: two ranks hold different weights, so that one of them would learn from tokens that it did not sample; or a
-            sharded module is not as it must be.
+        ProofError: two ranks hold different weights, so that one of them would learn from tokens that it did not
+            sample; or a sharded module is not as it must be.
     """
     check_shards(ranks, modules, version)
     modules = [module for module in modules if sharded(module) is None]
@@ -58,7 +58,9 @@ def check_same_weights(ranks: Ranks, modules: Sequence[torch.nn.Module], version
 
 
 def check_shards(ranks: Ranks, modules: Sequence[torch.nn.Module], version: int) -> None:
-    """Check that nothing of a sharded module is gathered. Every rank calls this before weights are changed, pushed or saved.
+    """Check that nothing of a sharded module is gathered.
+
+    Every rank calls this before weights are changed, pushed or saved.
 
     Raises:
         ProofError: `shards`, on every rank.

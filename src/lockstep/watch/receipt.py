@@ -26,8 +26,8 @@ class Receipt:
 
     Args:
         path: the receipt's file.
-        step: the run's current optimizer step. Later lines are dropped, because they will be written again. At step 0 an earlier
-            run's receipt is kept beside it as `receipt.previous.jsonl`.
+        step: the run's current optimizer step. Later lines are dropped, because they will be written again. At step 0
+            an earlier run's receipt is kept beside it as `receipt.previous.jsonl`.
 
     Raises:
         InputError: the existing chain is broken.
@@ -93,12 +93,17 @@ def check_receipt(path: Path) -> int:
     sealed = {entry["digests"] for entry in entries if entry["kind"] == "checkpoint"}
     for digests in sorted(path.parent.glob(f"checkpoint-*/{DIGESTS}")):
         if text_digest(digests.read_text(encoding="utf-8")) not in sealed:
-            raise InputError(f"{digests.parent.name} was written with another receipt: lines were removed or replaced")
+            raise InputError(
+                f"{digests.parent.name} was written with another receipt: lines were removed or replaced"
+            )
     return len(entries)
 
 
 def read_log(path: Path) -> list[str]:
-    """The lines of a log. Bytes that are no text become U+FFFD: a line of the receipt with one does not fit its hash."""
+    """The lines of a log.
+
+    Bytes that are no text become U+FFFD: a line of the receipt with one does not fit its hash.
+    """
     return [line for line in path.read_bytes().decode(errors="replace").split("\n") if line]
 
 
@@ -121,7 +126,9 @@ def check_chain(lines: list[str]) -> None:
         except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
             raise InputError(f"receipt line {number} is not an entry of a receipt") from error
         if body.get("previous") != previous or claimed != _hash(body):
-            raise InputError(f"receipt line {number} does not fit the chain: it or the line before was changed")
+            raise InputError(
+                f"receipt line {number} does not fit the chain: it or the line before was changed"
+            )
         previous = claimed
 
 

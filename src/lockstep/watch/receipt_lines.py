@@ -15,7 +15,9 @@ from lockstep.watch.push import PushWatch
 from lockstep.watch.tolerances import Tolerance
 
 
-def start_line(step: int, pusher: PushWatch, settings: EngineSettings, more: Mapping[str, Any]) -> dict[str, Any]:
+def start_line(
+    step: int, pusher: PushWatch, settings: EngineSettings, more: Mapping[str, Any]
+) -> dict[str, Any]:
     """The line of a run's start, after the first push and its canary.
 
     Args:
@@ -57,8 +59,8 @@ def step_line(
     Args:
         gap: over the tokens that the weights of `version` sampled, except the tokens that are left aside.
         limit: the limits that the largest gap was compared with.
-        judged: the gap whose means were compared with their limits, over the tokens of this step, or of this and earlier ones;
-            empty if they wait for more tokens.
+        judged: the gap whose means were compared with their limits, over the tokens of this step, or of this and
+            earlier ones; empty if they wait for more tokens.
         waiting: the tokens that wait.
         more: further fields of the step.
     """

@@ -95,11 +95,15 @@ class FrozenWeights:
         ProofError: a frozen tensor shares its memory with a trained one.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], trained: Iterable[torch.Tensor], seed: int) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], trained: Iterable[torch.Tensor], seed: int
+    ) -> None:
         tensors = {name: local_part(t) for name, t in tensors.items()}
         self._tensors, self._seed = dict(tensors), seed
         moving = {t.untyped_storage().data_ptr() for t in map(local_part, trained) if t.numel()}
-        shared = sorted(name for name, t in tensors.items() if t.numel() and t.untyped_storage().data_ptr() in moving)
+        shared = sorted(
+            name for name, t in tensors.items() if t.numel() and t.untyped_storage().data_ptr() in moving
+        )
         if shared:
             raise ProofError(
                 "reference",
@@ -132,7 +136,8 @@ class FrozenWeights:
                 "reference",
                 f"{name} is frozen and has changed since training began",
                 "the optimizer or a callback changes weights that are not trained, or an adapter was merged into them",
-                "let nothing write to frozen weights; call requires_grad_(True) before the trainer is made to train them",
+                "let nothing write to frozen weights; call requires_grad_(True) before the trainer is made to "
+                "train them",
             )
 
     def check(self, version: int) -> None:
@@ -147,7 +152,9 @@ class FrozenWeights:
                 break
             left -= self._tensors[name].nbytes
             drawn[name] = self._tensors[name]
-        changed = [name for name, digest in digests_of(drawn, self._key).items() if digest != self._digests[name]]
+        changed = [
+            name for name, digest in digests_of(drawn, self._key).items() if digest != self._digests[name]
+        ]
         if changed:
             raise ProofError(
                 "reference",
@@ -182,7 +189,9 @@ def check_drawn_scores(
     name = sequences[int(np.random.default_rng(seed).integers(len(sequences)))].name
     for completion in (c for c in branches_of(groups) if str(c.key) == name):
         limit = own_limit(precision, scorer.model)
-        check_reference_scores(scorer.model, completion, scores[name], scorer.rules.distribution, precision, limit)
+        check_reference_scores(
+            scorer.model, completion, scores[name], scorer.rules.distribution, precision, limit
+        )
 
 
 # A number of ids for which every model has room.
@@ -202,8 +211,8 @@ class ReferenceOutputs:
 
         Args:
             scorer: the reference model, as it scores sequences of the run.
-            frozen: the weights that must stay; another object: the reference may have other weights from now on. None: there is
-                no training yet, and nothing is compared.
+            frozen: the weights that must stay; another object: the reference may have other weights from now on.
+                None: there is no training yet, and nothing is compared.
 
         Raises:
             ProofError: the log-probs differ from those of the first generation.
@@ -226,11 +235,14 @@ class ReferenceOutputs:
                 return
         raise ProofError(
             "reference_outputs",
-            f"the reference model gives {len(gap)} fixed tokens other log-probs than at the first generation: by {mean:.2g} nats "
+            f"the reference model gives {len(gap)} fixed tokens other log-probs than at the first generation: "
+            f"by {mean:.2g} nats "
             f"on average and {largest:.2g} at most",
-            "the reference computes with trained weights: its adapter is not switched off, or a module of the policy stands in "
+            "the reference computes with trained weights: its adapter is not switched off, or a module of the "
+            "policy stands in "
             "its place. The KL divergence is then too small, whatever is learned",
-            "let nothing replace the reference, its modules, or how peft switches adapters off; otherwise this is a defect of "
+            "let nothing replace the reference, its modules, or how peft switches adapters off; otherwise "
+            "this is a defect of "
             "Lockstep: report it",
         )
 

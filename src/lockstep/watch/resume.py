@@ -1,4 +1,5 @@
-"""The proof of a checkpoint: digests of its files and of the tensors in memory, when it is written and when it is loaded.
+"""The proof of a checkpoint: digests of its files and of the tensors in memory, when it is written and when it is
+loaded.
 
 The digests stand in the checkpoint's `digests.json`, and the digest of that file stands in the receipt's chain. They
 detect accidents: a file that is missing, cut, edited or of another checkpoint, and a tensor that was not loaded. They
@@ -50,7 +51,11 @@ def seal(folder: Path, memory: Mapping[str, str], state: Mapping[str, Any]) -> s
         The digest of `digests.json`, for the receipt. The copy of the receipt in the checkpoint is not digested.
     """
     files = _digests(
-        [path for path in folder.rglob("*") if path.is_file() and path.name not in (DIGESTS, TRAINER_STATE, RECEIPT)]
+        [
+            path
+            for path in folder.rglob("*")
+            if path.is_file() and path.name not in (DIGESTS, TRAINER_STATE, RECEIPT)
+        ]
     )
     text = json.dumps(
         {
@@ -111,7 +116,8 @@ def check_loaded(folder: Path, memory: Mapping[str, str], taken_anew: Collection
     if wrong:
         raise ProofError(
             "checkpoint",
-            f"{len(wrong)} of {len(wanted)} parts of the state differ from {folder.name} after it was loaded: {_listed(wrong)}",
+            f"{len(wrong)} of {len(wanted)} parts of the state differ from {folder.name} after it was loaded: "
+            f"{_listed(wrong)}",
             "the library that loads checkpoints left them out, converted them, or loaded them into other places",
             "resume with the versions of torch, transformers and peft that wrote the checkpoint",
         )
@@ -122,7 +128,8 @@ def memory_digests(
 ) -> dict[str, str]:
     """Digests of all parameters and saved buffers, of the optimizer's state by parameter, and of the schedule.
 
-    If a module is sharded, every rank calls. Then the owner has the digests of the whole tensors, and the others are of no use.
+    If a module is sharded, every rank calls. Then the owner has the digests of the whole tensors, and the others are
+    of no use.
 
     Args:
         modules: the trained modules, each under a name.
@@ -133,7 +140,8 @@ def memory_digests(
         for name, parameter in module.named_parameters():
             names[parameter] = f"{title}.{name}"
         found |= {f"{title}.{name}": tensor for name, tensor in module.state_dict(keep_vars=True).items()}
-    # A parameter can change between two steps only through the optimizer, so that its state is a part of the weights' future.
+    # A parameter can change between two steps only through the optimizer, so that its state is a part of the weights'
+    # future.
     settings: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         settings.append({key: str(value) for key, value in group.items() if key != "params"})
@@ -143,7 +151,8 @@ def memory_digests(
                 found[f"optimizer.{key} of {place}"] = torch.as_tensor(value)
     # Sharded tensors are collected one at a time, in the same order on all ranks.
     cut = {
-        name: tensor_digest(collected(found.pop(name))) for name in sorted(n for n, t in found.items() if is_sharded(t))
+        name: tensor_digest(collected(found.pop(name)))
+        for name in sorted(n for n, t in found.items() if is_sharded(t))
     }
     digests = cut | dict(zip(found, read_in_threads(tensor_digest, list(found.values())), strict=True))
     schedule = {key: str(value) for key, value in scheduler.state_dict().items() if not callable(value)}

@@ -55,7 +55,8 @@ Scores = list[float | None]
 class AskedAgain:
     """The reward functions of a run that are asked again.
 
-    Coroutine functions are not, because they most often ask a service, and neither are reward models, environments and judges.
+    Coroutine functions are not, because they most often ask a service, and neither are reward models, environments
+    and judges.
 
     Args:
         decode: gives the text of ids, without special tokens.
@@ -107,7 +108,9 @@ class AskedAgain:
         with _same_random_numbers():
             for function in list(self._functions):
                 before = _scores(function, [group])
-                if (found := self._ask(function, [group], rows, state)) is not None and not _equal(before, found):
+                if (found := self._ask(function, [group], rows, state)) is not None and not _equal(
+                    before, found
+                ):
                     self._judge(function, groups, rows, state)
         self._spent += time.perf_counter() - now
         return {"checked/asked_again": len(group.rollouts) / sum(len(g.rollouts) for g in groups)}
@@ -115,11 +118,17 @@ class AskedAgain:
     def _judge(
         self, function: RewardFunction, groups: Sequence[RolloutGroup], rows: Mapping[str, Prompt], state: Any
     ) -> None:
-        """Say why a function's scores differ. It may need the other completions of its call, or answer differently each time."""
+        """Say why a function's scores differ.
+
+        It may need the other completions of its call, or answer differently each time.
+        """
         if any(r.notes or r.further for g in groups for r in g.rollouts):
             self._leave_out(function, "gives other scores for a part of the completions")
             return
-        before, once, again = _scores(function, groups), *(self._ask(function, groups, rows, state) for _ in range(2))
+        before, once, again = (
+            _scores(function, groups),
+            *(self._ask(function, groups, rows, state) for _ in range(2)),
+        )
         if once is None or again is None:
             return
         if not _equal(once, again):
@@ -131,11 +140,14 @@ class AskedAgain:
             rollout = [r for g in groups for r in g.rollouts][at]
             raise ProofError(
                 "scores",
-                f"{reward_name(function)} gave {rollout.key} a score of {before[at]}; asked again with its row and its text, "
+                f"{reward_name(function)} gave {rollout.key} a score of {before[at]}; asked again with its "
+                f"row and its text, "
                 f"it gives {once[at]}, twice",
-                "the scores belong to other completions, the function got other rows or texts, or it depends on time or on its "
+                "the scores belong to other completions, the function got other rows or texts, or it depends "
+                "on time or on its "
                 "earlier calls",
-                "set recheck_rewards: false if the function depends on time or on earlier calls; otherwise this is a defect of "
+                "set recheck_rewards: false if the function depends on time or on earlier calls; otherwise "
+                "this is a defect of "
                 "Lockstep: report it",
             )
 
@@ -143,7 +155,9 @@ class AskedAgain:
         if function not in self._functions:
             return
         self._functions.remove(function)
-        _logger.warning(f"reward function {reward_name(function)} {why}; its scores are not compared any more")
+        _logger.warning(
+            f"reward function {reward_name(function)} {why}; its scores are not compared any more"
+        )
 
     def _ask(
         self, function: RewardFunction, groups: Sequence[RolloutGroup], rows: Mapping[str, Prompt], state: Any
@@ -201,7 +215,10 @@ def _equal(one: Scores, other: Scores) -> bool:
 
 
 def check_rows(
-    groups: Sequence[RolloutGroup], rows: Mapping[str, Prompt], decode: Callable[[Any], str], seed: tuple[int, ...]
+    groups: Sequence[RolloutGroup],
+    rows: Mapping[str, Prompt],
+    decode: Callable[[Any], str],
+    seed: tuple[int, ...],
 ) -> None:
     """Compare groups with the rows of their prompt ids, and the texts of one drawn group with its ids.
 
@@ -211,7 +228,8 @@ def check_rows(
         seed: draws the group.
 
     Raises:
-        ProofError: a group has the prompt or the columns of another row, or a completion has another text than that of its ids.
+        ProofError: a group has the prompt or the columns of another row, or a completion has another text than that
+            of its ids.
     """
     for group in groups:
         row, own = rows.get(group.prompt.prompt_id), group.prompt
@@ -246,7 +264,8 @@ def _wrong_row(found: str) -> ProofError:
     return ProofError(
         "rows",
         found,
-        "rollouts were paired with another row or another completion's text, so that rewards belong to other completions",
+        "rollouts were paired with another row or another completion's text, so that rewards belong to other "
+        "completions",
         "let nothing replace groups between sampling and scoring; otherwise this is a defect of Lockstep: report it",
     )
 
@@ -266,7 +285,9 @@ def check_evaluated(groups: Sequence[RolloutGroup], digest: str, num_generations
     """
     odd = [g.prompt.prompt_id for g in groups if len(g.rollouts) != num_generations]
     if odd:
-        raise _wrong_evaluation(f"row {odd[0]} was evaluated with another number of completions than {num_generations}")
+        raise _wrong_evaluation(
+            f"row {odd[0]} was evaluated with another number of completions than {num_generations}"
+        )
     if data_digest(group.prompt for group in groups) != digest:
         names = ", ".join(group.prompt.prompt_id for group in groups[:3])
         raise _wrong_evaluation(
@@ -311,6 +332,7 @@ def _wrong_evaluation(found: str) -> ProofError:
         "evaluation",
         found,
         "the evaluation set was changed after the trainer was made, or something replaced its rows or its completions",
-        "give the evaluation set as eval_dataset when the trainer is made, and let nothing replace it; otherwise this is a defect "
+        "give the evaluation set as eval_dataset when the trainer is made, and let nothing replace it; "
+        "otherwise this is a defect "
         "of Lockstep: report it",
     )

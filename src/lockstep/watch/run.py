@@ -21,7 +21,7 @@
 | `evaluated` | `evaluation`, `rows`, `gap`, `draws`, `kept_ids` |
 
 What the engine is asked and answers is proven by `watch/engine.py`.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ class RunWatch:
         model_gradient: the proof of the model's own backward.
         hooks: the proof that no hook and no other function appears in the model's forward and backward.
         asked_again: the proof of scores, which asks reward functions again.
-        expected: the advantages and weights that the generation must bring into the loss; None: the method has no definition.
+        expected: the advantages and weights that the generation must bring into the loss; None: the method has no
+            definition.
     """
 
     def __init__(
@@ -104,7 +105,9 @@ class RunWatch:
         self.frozen: FrozenWeights | None = None
         self.reference_outputs = ReferenceOutputs()
         self.hooks = HeldHooks(lambda: standing(trained(), policy().backward))
-        self.model_gradient = ModelGradient(trained, self._config, ranks.rank, entropies=objective.entropy_gradient)
+        self.model_gradient = ModelGradient(
+            trained, self._config, ranks.rank, entropies=objective.entropy_gradient
+        )
         self.asked_again = AskedAgain(
             scorer,
             engine.decode,
@@ -160,7 +163,9 @@ class RunWatch:
         own = groups if self._ranks.count == 1 else share_of(groups, self._ranks)
         seed = (self._config.seed, number, self._ranks.rank)
         with self._clock.phase("verify"):
-            (mine, *_) = self._ranks.share("scores", lambda: self.asked_again.check(own, rows, self._state(), seed))
+            (mine, *_) = self._ranks.share(
+                "scores", lambda: self.asked_again.check(own, rows, self._state(), seed)
+            )
         self._note(mine)
 
     def referenced(
@@ -173,10 +178,16 @@ class RunWatch:
     ) -> None:
         own, seed = share_of(sequences, self._ranks), (self._config.seed, version)
         precision = self._config.precision
-        self._ranks.share("reference scores", lambda: check_drawn_scores(scorer, scores, own, groups, precision, seed))
-        self._ranks.share("reference outputs", lambda: self.reference_outputs.check(scorer, self.frozen, precision))
+        self._ranks.share(
+            "reference scores", lambda: check_drawn_scores(scorer, scores, own, groups, precision, seed)
+        )
+        self._ranks.share(
+            "reference outputs", lambda: self.reference_outputs.check(scorer, self.frozen, precision)
+        )
 
-    def prepared(self, generation: Generation, scored: AllScores | None, sequences: Sequence[TrainingSequence]) -> None:
+    def prepared(
+        self, generation: Generation, scored: AllScores | None, sequences: Sequence[TrainingSequence]
+    ) -> None:
         config = self._config
         self._sampled = sampled_tokens(
             generation.groups,
@@ -203,7 +214,9 @@ class RunWatch:
     ) -> dict[str, float]:
         version, evidence = self._step, kept(scored.evidence)
         self._ranks.on_owner("evaluated rows", lambda: check_evaluated(groups, digest(), count))
-        check_rows(groups, {p.prompt_id: p for p in prompts}, self._engine.decode, (self._config.seed, version))
+        check_rows(
+            groups, {p.prompt_id: p for p in prompts}, self._engine.decode, (self._config.seed, version)
+        )
         drawn = [c for c in branches_of(groups) if str(c.key) in scored.logps and len(c.sampled_places)]
         self._ranks.on_owner(
             "evaluation",
@@ -222,7 +235,9 @@ class RunWatch:
 
     # ---- an optimizer step ------------------------------------------------------------------------------------------
 
-    def beginning(self, policy: Policy, generation: Generation, step: int, *, moved: bool, plain: bool) -> None:
+    def beginning(
+        self, policy: Policy, generation: Generation, step: int, *, moved: bool, plain: bool
+    ) -> None:
         config, has_gradient = self._config, self._objective.has_gradient
         mine = generation.of_rank(step, config.gradient_accumulation_steps, self._ranks)
         learned = [[s for s in batch if has_gradient(s)] for batch in mine]
@@ -231,7 +246,10 @@ class RunWatch:
         self._again = None
         if moved or generation.fresh_tokens != generation.sampled_tokens:
             # No other proof compares every token of this step's forward.
-            names, seed = [s.name for own in learned for s in own], (config.seed, self._step, self._ranks.rank)
+            names, seed = (
+                [s.name for own in learned for s in own],
+                (config.seed, self._step, self._ranks.rank),
+            )
             self._again = drawn_forward(generation.completions, names, policy, config.precision, seed)
 
         def check(version: int) -> Checked:
@@ -294,7 +312,9 @@ class RunWatch:
         generation, evidence = self._generation, kept(total.evidence)
         assert generation is not None
         if self._config.single_update:
-            check_count(evidence.difference, generation.sampled_tokens - generation.aside_tokens, generation.version)
+            check_count(
+                evidence.difference, generation.sampled_tokens - generation.aside_tokens, generation.version
+            )
             self._judge(evidence, generation, self._step + 1)
             return
         # The gap of these tokens was proven, and written down, before the generation's first step.
@@ -311,7 +331,9 @@ class RunWatch:
                     learning=any(self._objective.has_gradient(s) for s in self._sequences),
                 )
         if self.model_gradient.is_due(self._step):
-            self._prove_backward(lambda version: self.model_gradient.finish(self._policy(), self._sequences, version))
+            self._prove_backward(
+                lambda version: self.model_gradient.finish(self._policy(), self._sequences, version)
+            )
 
     def figures(self, total: UpdateSums) -> dict[str, float]:
         (proven, *_) = self._ranks.share("proof metrics", self._engine.metrics)
@@ -340,12 +362,18 @@ class RunWatch:
 
     # ---- what several events need -----------------------------------------------------------------------------------
 
-    def _judge(self, evidence: TokenEvidence, generation: Generation, step: int, *, record: bool = True) -> None:
+    def _judge(
+        self, evidence: TokenEvidence, generation: Generation, step: int, *, record: bool = True
+    ) -> None:
         """The gap and the draws of a whole generation, on the rank that holds the engine."""
-        self._engine.proofs.check(evidence.gap, evidence.draws, evidence.kept_sets, generation, step, record=record)
+        self._engine.proofs.check(
+            evidence.gap, evidence.draws, evidence.kept_sets, generation, step, record=record
+        )
 
     def _prove_backward(self, check: Callable[[int], Checked]) -> None:
-        """Check the model's backward on every rank, log what was found, and write into the receipt what could not be proven."""
+        """Check the model's backward on every rank, log what was found, and write into the receipt what could not be
+        proven.
+        """
         version = self._step
         with self._clock.phase("verify"):
             found = self._ranks.share("model gradient", lambda: check(version))
@@ -354,7 +382,10 @@ class RunWatch:
             self._engine.note_unproven(version + 1, "model_gradient", why)
 
     def _on_shards(self, name: str, prove: Callable[[], None]) -> None:
-        """Prove something of this rank's shards. An error on one rank is raised on all. Without shards all ranks prove the same."""
+        """Prove something of this rank's shards.
+
+        An error on one rank is raised on all. Without shards all ranks prove the same.
+        """
         if self._ranks.passes is None:
             prove()
         else:

@@ -82,7 +82,8 @@ def check_samples(groups: Iterable[Sequence[Sequence[Completion]]]) -> None:
 
 
 def _check_pairs(groups: Sequence[Sequence[Sequence[Completion]]]) -> None:
-    """Bet in each pair of a group that the second completion follows the first, and compare the mean of all pays with its limit.
+    """Bet in each pair of a group that the second completion follows the first, and compare the mean of all pays with
+    its limit.
 
     Raises:
         ProofError: the mean is 1 ÷ α or more.
@@ -96,7 +97,8 @@ def _check_pairs(groups: Sequence[Sequence[Sequence[Completion]]]) -> None:
     one, other = pairs[int(pays.argmax())]
     raise ProofError(
         "samples",
-        f"the completions {one.key} and {other.key} begin with the same {_agree(one, other)} tokens; among {len(pairs)} pairs that "
+        f"the completions {one.key} and {other.key} begin with the same {_agree(one, other)} tokens; among "
+        f"{len(pairs)} pairs that "
         f"has a chance below {_ALPHA:.0e} by their own log-probs",
         "the engine samples several requests with the same seed, or answers several requests with one completion",
         "give every request its own seed, and turn off anything that de-duplicates requests",
@@ -117,7 +119,10 @@ def _whole(branches: Sequence[Completion]) -> _Sample:
 
 
 def log_pay(one: _Sample, other: _Sample) -> float:
-    """Logarithm of what a bet pays that puts half on the token of `one`, as long as the completions agree. Its mean is 1."""
+    """Logarithm of what a bet pays that puts half on the token of `one`, as long as the completions agree.
+
+    Its mean is 1.
+    """
     agree = _agree(one, other)
     pay = float(np.logaddexp(math.log(0.5), math.log(0.5) - other.logprobs[:agree].astype(np.float64)).sum())
     parted = agree < min(len(one.token_ids), len(other.token_ids))
@@ -141,7 +146,8 @@ class Seeds:
         """Check the seeds of a generation before it is sampled.
 
         Args:
-            version: number of the generation, as seeds depend on it. A generation that is sampled again has the same seeds.
+            version: number of the generation, as seeds depend on it. A generation that is sampled again has the same
+                seeds.
 
         Raises:
             ProofError: two requests have the same seed, or a prompt has a seed that it had at another version.
@@ -183,8 +189,8 @@ def _log_evidence(log_chance: float) -> float:
     return math.log(0.5) + half + math.log1p(math.exp(-half))
 
 
-# Ids of the prompt with which an answer is decoded a second time, because an engine's text may begin with a space that the text of
-# the ids alone loses.
+# Ids of the prompt with which an answer is decoded a second time, because an engine's text may begin with a space
+# that the text of the ids alone loses.
 _BEFORE = 4
 
 
@@ -208,7 +214,9 @@ class Ends:
         ids, limit = answer.token_ids, request.sampling.max_tokens
         ends = np.isin(ids, self._end_ids)
         if ends[:-1].any():
-            raise _wrong(request, f"goes on for {len(ids) - 1 - int(ends.argmax())} tokens after an end token")
+            raise _wrong(
+                request, f"goes on for {len(ids) - 1 - int(ends.argmax())} tokens after an end token"
+            )
         if len(ids) > limit:
             raise _wrong(request, f"has {len(ids)} tokens, and at most {limit} were asked for")
         found = [self._stopped(text, request.sampling) for text in self._texts(request, ids)]
@@ -216,14 +224,20 @@ class Ends:
             raise _wrong(request, "goes on after a stop string")
         stopped = bool(ends[-1])
         if answer.finish_reason == "stop" and not (stopped or any(found)):
-            raise _wrong(request, "is said to have stopped, and neither an end token nor a stop string comes last")
+            raise _wrong(
+                request, "is said to have stopped, and neither an end token nor a stop string comes last"
+            )
         if answer.finish_reason == "length" and (stopped or all(found)):
-            raise _wrong(request, "is said to have reached its limit, and an end token or a stop string comes last")
+            raise _wrong(
+                request, "is said to have reached its limit, and an end token or a stop string comes last"
+            )
         if answer.finish_reason == "length" and len(ids) < limit:
             raise _wrong(request, f"is said to have reached its limit of {limit} tokens, and has {len(ids)}")
 
     def _texts(self, request: GenerationRequest, ids: Ids) -> Iterator[tuple[str, int]]:
-        """The text of an answer, decoded alone and after the prompt, and how much of it belongs to the first `min_tokens`."""
+        """The text of an answer, decoded alone and after the prompt, and how much of it belongs to the first
+        `min_tokens`.
+        """
         if not request.sampling.stop:
             yield "", 0
             return
@@ -237,7 +251,8 @@ class Ends:
         whole, earlier = text
         # A stop string that was complete within the first `min_tokens` does not count.
         return any(
-            stop in whole[max(0, earlier + 1 - len(stop)) if sampling.min_tokens else 0 :] for stop in sampling.stop
+            stop in whole[max(0, earlier + 1 - len(stop)) if sampling.min_tokens else 0 :]
+            for stop in sampling.stop
         )
 
 
@@ -246,5 +261,6 @@ def _wrong(request: GenerationRequest, what: str) -> ProofError:
         "ends",
         f"the answer to request {request.key} {what}",
         "the engine ignores or removes end tokens, has another limit, or something cuts its answers",
-        "compare the engine's end tokens, limit and stop strings with those of the run; remove what rewrites answers on their way",
+        "compare the engine's end tokens, limit and stop strings with those of the run; remove what rewrites "
+        "answers on their way",
     )

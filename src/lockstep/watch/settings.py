@@ -79,9 +79,10 @@ _CHANGED = (
     "the config was changed after the trainer was made, or the code that passes it on lost the setting",
     "set the fields when the config is made and leave them; otherwise this is a defect of Lockstep: report it",
 )
-# Limits on the difference between a log-prob of the loss and its definition, in nats: mean and largest of the drawn tokens. Both
-# use the same hidden states and the same output head; only the number of rows in the head's product differs. A head in half
-# precision rounds a logit of 16 to a multiple of 0.125, and may round it the other way when it computes other rows beside it.
+# Limits on the difference between a log-prob of the loss and its definition, in nats: mean and largest of the drawn
+# tokens. Both use the same hidden states and the same output head; only the number of rows in the head's product
+# differs. A head in half precision rounds a logit of 16 to a multiple of 0.125, and may round it the other way when
+# it computes other rows beside it.
 _LIMITS = {True: (1e-4, 1e-3), False: (0.15, 1.0)}
 # A head in float32 whose product CUDA rounds to 11 bits (TF32).
 _ROUNDED = (0.02, 0.15)
@@ -124,16 +125,21 @@ class SettingsProof:
             if (dict(found) if isinstance(value, Mapping) else found) != value:
                 raise _unlike(f"{who} has {name}={found!r:.80}; the user has asked for {value!r:.80}")
         if len(sampling.bad_words) < len(wanted.bad_words):
-            raise _unlike(f"{who} has {len(sampling.bad_words)} bad words; the user has named {len(wanted.bad_words)}")
+            raise _unlike(
+                f"{who} has {len(sampling.bad_words)} bad words; the user has named {len(wanted.bad_words)}"
+            )
         grammar = None if sampling.grammar is None else sampling.grammar.spec
         if not _same_grammar(grammar, wanted.grammar):
-            raise _unlike(f"{who} follows the grammar {grammar!r:.80}; the user has asked for {wanted.grammar!r:.80}")
+            raise _unlike(
+                f"{who} follows the grammar {grammar!r:.80}; the user has asked for {wanted.grammar!r:.80}"
+            )
 
     def check_request(self, request: GenerationRequest) -> None:
         """Check a request, as it waits for the engine.
 
         Raises:
-            ProofError: a setting is not what the user has asked for, or the request may have more tokens than a completion.
+            ProofError: a setting is not what the user has asked for, or the request may have more tokens than a
+                completion.
         """
         stop, own = request.sampling.stop, request.own_stop
         # An agent may end its turns at further strings. The run's own must all be there.
@@ -141,7 +147,8 @@ class SettingsProof:
         self.check_sampling(replace(request.sampling, stop=of_run), f"request {request.key}")
         if request.sampling.max_tokens > self.wanted.max_tokens:
             raise _wrong_limit(
-                f"request {request.key} allows {request.sampling.max_tokens} tokens; the user's limit is {self.wanted.max_tokens}"
+                f"request {request.key} allows {request.sampling.max_tokens} tokens; the user's limit is "
+                f"{self.wanted.max_tokens}"
             )
 
     # ---- answers ----------------------------------------------------------------------------------------------------
@@ -161,7 +168,8 @@ class SettingsProof:
             completion.finish_reason == "length" and count < most and not self._inserted_too_long(most)
         ):
             raise _wrong_limit(
-                f"completion {completion.key} has {count} tokens and ended for the reason {completion.finish_reason!r}; the "
+                f"completion {completion.key} has {count} tokens and ended for the reason "
+                f"{completion.finish_reason!r}; the "
                 f"user's limit and the engine's context leave {most}"
             )
         sampled = np.ones(count, np.bool_) if completion.sampled is None else completion.sampled
@@ -211,7 +219,8 @@ class SettingsProof:
                 f"the reward of {name} is {reward:.6g}; its scores {list(scores)} give {due} with the user's weights "
                 f"{list(weights) or 'of 1'}",
                 "scores were weighted with other weights, or a missing score was taken for a number",
-                "let rewards be made by the scorer alone, and set reward_weights when the config is made; otherwise this is a "
+                "let rewards be made by the scorer alone, and set reward_weights when the config is made; "
+                "otherwise this is a "
                 "defect of Lockstep: report it",
             )
 
@@ -233,10 +242,13 @@ class SettingsProof:
             at = int(np.nan_to_num(off, nan=np.inf).argmax())
             raise ProofError(
                 "temperature",
-                f"a drawn token has the log-prob {found[at]:.5g} in the loss; the model's own logits give {due[at]:.5g} at the "
-                f"temperature {self.wanted.temperature:g} that the user has asked for (mean difference {off.mean():.2g} nats over "
+                f"a drawn token has the log-prob {found[at]:.5g} in the loss; the model's own logits give "
+                f"{due[at]:.5g} at the "
+                f"temperature {self.wanted.temperature:g} that the user has asked for (mean difference "
+                f"{off.mean():.2g} nats over "
                 f"{len(off)} tokens)",
-                "the trainer scores at another temperature or with other filters than the user has asked for. If there is no "
+                "the trainer scores at another temperature or with other filters than the user has asked for. "
+                "If there is no "
                 "parity gap, the engine samples like this too",
                 _CHANGED[1],
             )
@@ -265,7 +277,8 @@ class ExpectedSettings:
         model_config: fields of the trained model's config (`contract/probe.py`).
         sampling: the distribution that the engine must sample from; None if any engine can.
         pictures: whether requests will have pictures, whose pixels the trainer has normalised.
-        quantization: vLLM's name of the scheme in which the engine must hold the weights in 8 bits; None: it may hold none in it.
+        quantization: vLLM's name of the scheme in which the engine must hold the weights in 8 bits; None: it may hold
+            none in it.
     """
 
     model: str | None
@@ -291,7 +304,9 @@ def expected_settings(
     pictures: bool = False,
     quantization: str | None = None,
 ) -> ExpectedSettings:
-    """The settings of an engine for `model` that computes in `dtype`, and its output head in `head_dtype` (None: in `dtype`)."""
+    """The settings of an engine for `model` that computes in `dtype`, and its output head in `head_dtype` (None: in
+    `dtype`).
+    """
     return ExpectedSettings(
         model=model_path,
         architecture=type(causal_model(model)).__name__,
@@ -342,7 +357,8 @@ def check_settings(expected: ExpectedSettings, actual: EngineSettings) -> None:
         must("structured_outputs", actual.structured_outputs, GRAMMAR_BACKEND)
     if actual.max_model_len < expected.min_model_len:
         wrong.append(
-            f"max_model_len is {actual.max_model_len} in the engine, training needs {expected.min_model_len} (a server: "
+            f"max_model_len is {actual.max_model_len} in the engine, training needs {expected.min_model_len} "
+            f"(a server: "
             f"--max_model_len {expected.min_model_len})"
         )
     if wrong:
@@ -350,6 +366,7 @@ def check_settings(expected: ExpectedSettings, actual: EngineSettings) -> None:
             "handshake",
             "; ".join(wrong),
             "the engine was started with other settings, or a default of its model or version applies",
-            "remove the settings named from vllm_engine_kwargs, or from the server's command line ('lockstep serve' sets "
+            "remove the settings named from vllm_engine_kwargs, or from the server's command line ('lockstep "
+            "serve' sets "
             "all of them), or give trainer and engine the same model",
         )

@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 from lockstep.devices import rounds_products
 from lockstep.models.arithmetic import Precision
 
-# Probability that the largest gap of a step without a fault is over its limit, if the tail is as modelled. Then one in a thousand
-# runs of a thousand steps stops without a fault.
+# Probability that the largest gap of a step without a fault is over its limit, if the tail is as modelled. Then one
+# in a thousand runs of a thousand steps stops without a fault.
 FALSE_ALARM = 1e-6
 # Measured tails reach 1.1 to 1.3 times as far as an exponential distribution with the same scale.
 _REACH = 1.5
-# How many times the largest gap of a run's earlier steps is still allowed. Measured: 2.5 (tiny llama in bf16, 2.8 after 1.1 nats).
+# How many times the largest gap of a run's earlier steps is still allowed. Measured: 2.5 (tiny llama in bf16, 2.8
+# after 1.1 nats).
 _BEYOND = 3.0
 
 
@@ -50,9 +51,10 @@ class Tolerance:
     def largest(self, tokens: int) -> float:
         """Limit on the largest |g| of `tokens` tokens, in nats.
 
-        The largest of n draws of an exponential distribution of scale s exceeds s × (log n + log 1/α) with probability at most α.
-        A gap of a few times the largest one so far is not a fault: in half precision, attention that is almost hard rounds to
-        another token once in 10^5 times, so the true tail is longer than the model of it. The limit of the dtypes still holds.
+        The largest of n draws of an exponential distribution of scale s exceeds s × (log n + log 1/α) with
+        probability at most α. A gap of a few times the largest one so far is not a fault: in half precision,
+        attention that is almost hard rounds to another token once in 10^5 times, so the true tail is longer than the
+        model of it. The limit of the dtypes still holds.
         """
         scales = _REACH * (math.log(max(tokens, 1)) - math.log(FALSE_ALARM))
         return max(scales * self.tail, min(_BEYOND * self.seen, scales * self.widest))
@@ -71,12 +73,13 @@ class Tolerance:
         return _REACH * self.tail * (1 + high)
 
 
-# fp32 on both sides: steps of the recipe mean 6e-6 to 2e-5, max 1.4e-4, k3 2e-9; canary over 500 syncs mean 1.4e-5, max 1.3e-4.
-# Tails of tiny random models: 4e-6. With a tied head that missed one update: mean 0.22 to 0.33.
+# fp32 on both sides: steps of the recipe mean 6e-6 to 2e-5, max 1.4e-4, k3 2e-9; canary over 500 syncs mean 1.4e-5,
+# max 1.3e-4. Tails of tiny random models: 4e-6. With a tied head that missed one update: mean 0.22 to 0.33.
 _SINGLE = Tolerance(mean=1e-4, tail=3e-5, k3=1e-6)
-# bf16 in the engine, against bf16 autocast or fp32: mean 0.034 to 0.056, max 0.14 to 0.52, k3 1e-3 to 4e-3; the canary, whose
-# tokens are unlikely: mean 0.075, max 0.47, k3 6e-3. Tails: SmolLM2-135M 0.043; tiny random models: qwen3 0.024, qwen2 0.10, llama
-# 0.14. The last two do not normalise queries, so their attention is almost hard; llama's largest of 276,637 tokens is 2.3.
+# bf16 in the engine, against bf16 autocast or fp32: mean 0.034 to 0.056, max 0.14 to 0.52, k3 1e-3 to 4e-3; the
+# canary, whose tokens are unlikely: mean 0.075, max 0.47, k3 6e-3. Tails: SmolLM2-135M 0.043; tiny random models:
+# qwen3 0.024, qwen2 0.10, llama 0.14. The last two do not normalise queries, so their attention is almost hard;
+# llama's largest of 276,637 tokens is 2.3.
 _HALF = Tolerance(mean=0.15, tail=0.15, k3=0.02)
 # float32 whose products CUDA rounds to 11 bits (TF32), where bf16 has 8.
 _ROUNDED = Tolerance(mean=0.02, tail=0.02, k3=4e-4)
@@ -90,14 +93,19 @@ def tolerance(engine: torch.dtype, trainer: torch.dtype) -> Tolerance:
 
 
 def probe_limit(engine: torch.dtype) -> float:
-    """Limit on the largest difference of a module's outputs, minus their own rounding, ÷ their rms, per engine dtype."""
-    # Largest values over 500 syncs of every module: fp32 1.7e-5; bf16 2e-7, because its rounding is already subtracted. TF32 on an
-    # H100: 8.6e-4.
+    """Limit on the largest difference of a module's outputs, minus their own rounding, ÷ their rms, per engine
+    dtype.
+    """
+    # Largest values over 500 syncs of every module: fp32 1.7e-5; bf16 2e-7, because its rounding is already
+    # subtracted. TF32 on an H100: 8.6e-4.
     return 1e-4 if engine in (torch.float32, torch.float64) and not rounds_products(engine) else 0.01
 
 
 def output_rounding(engine: torch.dtype) -> float:
-    """Relative rounding of a single output. For a very large output it can exceed the limit, which is relative to the rms."""
+    """Relative rounding of a single output.
+
+    For a very large output it can exceed the limit, which is relative to the rms.
+    """
     # bf16 has 8 bits of precision: half a unit is 2^-9, and some kernels round twice.
     return 2.0**-20 if engine in (torch.float32, torch.float64) else 2.0**-7
 

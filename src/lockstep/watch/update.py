@@ -110,7 +110,8 @@ class UpdateProof:
             step: number of steps before this one.
 
         Raises:
-            ProofError: a gradient is left from an earlier step, or a parameter has been frozen or freed since training began.
+            ProofError: a gradient is left from an earlier step, or a parameter has been frozen or freed since
+                training began.
         """
         trained = zip(self._names, self._trained, strict=True)
         if changed := [n for n, p in trained if not p.requires_grad] + [
@@ -125,7 +126,9 @@ class UpdateProof:
         parameters = dict(zip(self._names, self._trained, strict=True))
         self._step, self._norm = step, None
         self.abandon()
-        self._accumulation = AccumulationProof(parameters, self._seed, step, tuple(self._always), self._gathered)
+        self._accumulation = AccumulationProof(
+            parameters, self._seed, step, tuple(self._always), self._gathered
+        )
 
     def abandon(self) -> None:
         """Remove the hooks of a step that was not finished."""
@@ -141,15 +144,20 @@ class UpdateProof:
             learning: whether the loss of the step has a gradient.
 
         Raises:
-            ProofError: the gradients are not the sum of what the backward passes added, or a tensor never gets a gradient.
+            ProofError: the gradients are not the sum of what the backward passes added, or a tensor never gets a
+                gradient.
         """
         assert self._accumulation is not None
         self._accumulation.check(share(self._accumulation.added))
         gradients = [p.grad for p in self._trained]
         self._unclipped = self._drawn.read(gradients)
-        seen = torch.zeros(len(gradients)).index_add(0, self._drawn.owners, (self._unclipped != 0).float()) > 0
+        seen = (
+            torch.zeros(len(gradients)).index_add(0, self._drawn.owners, (self._unclipped != 0).float()) > 0
+        )
         # Ranks with parts of a tensor see other elements of it. They must add up the same tensors.
-        whole = any(self._sharded) or self._step == self._first or (self._step + self._seed) % _NORM_EVERY == 0
+        whole = (
+            any(self._sharded) or self._step == self._first or (self._step + self._seed) % _NORM_EVERY == 0
+        )
         read = [local_part(g) if whole or not seen[i] else None for i, g in enumerate(gradients)]
         squares = self._over_ranks([_squares(read)], share)[0]
         self._norm = math.sqrt(sum(squares)) if whole else None
@@ -177,7 +185,8 @@ class UpdateProof:
         if not abs(norm - self._norm) <= (2e-2 if coarse else 1e-3) * self._norm + 1e-12:
             raise ProofError(
                 "clipping",
-                f"the gradients were clipped by a norm of {norm:.6g}; the norm over all trained tensors is {self._norm:.6g}",
+                f"the gradients were clipped by a norm of {norm:.6g}; the norm over all trained tensors is "
+                f"{self._norm:.6g}",
                 "the clip did not see all gradients, or they changed after the last backward",
                 "remove a callback or an override that changes gradients or clips them",
             )
@@ -191,14 +200,19 @@ class UpdateProof:
         """
         self._step_rates = self._rates.at(step)
         gradients = [p.grad for p in self._trained]
-        self._seen, self._sparse_seen = read_all([drawn.values(gradients) for drawn in (self._drawn, self._sparse)])
-        eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._trained], dtype=torch.float64)[self._drawn.owners]
+        self._seen, self._sparse_seen = read_all(
+            [drawn.values(gradients) for drawn in (self._drawn, self._sparse)]
+        )
+        eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._trained], dtype=torch.float64)[
+            self._drawn.owners
+        ]
         scale = 1.0
         if self._max_norm > 0:
             if self._norm is None:
                 raise ProofError(
                     "clipping",
-                    f"max_grad_norm is {self._max_norm:g}, and the gradients were not clipped before the optimizer step",
+                    f"max_grad_norm is {self._max_norm:g}, and the gradients were not clipped before the "
+                    f"optimizer step",
                     "the trainer's clip was replaced or left out",
                     "remove an override of the trainer that leaves out the clip, or set max_grad_norm=0",
                 )
@@ -288,11 +302,13 @@ class UpdateProof:
             due, got = expected.state.moments, found.moments
             raise ProofError(
                 "update",
-                f"after step {due.steps[at]:g} the optimizer keeps the moments {got.first[at]:.4g} and {got.second[at]:.4g} "
+                f"after step {due.steps[at]:g} the optimizer keeps the moments {got.first[at]:.4g} and "
+                f"{got.second[at]:.4g} "
                 f"(step {got.steps[at]:g}) of an element of {self._name(drawn, at)}; {due.first[at]:.4g} and "
                 f"{due.second[at]:.4g} are right",
                 "the optimizer's state was lost, reset, or belongs to another step",
-                "resume from a checkpoint with its optimizer.pt, and let nothing change optimizer.state; " + _REPORT,
+                "resume from a checkpoint with its optimizer.pt, and let nothing change optimizer.state; "
+                + _REPORT,
             )
 
     def _wrong_values(
@@ -307,9 +323,11 @@ class UpdateProof:
         return ProofError(
             "update",
             f"an element of {self._name(drawn, at)} changed by {made[at]:.6g}, where AdamW changes it by {due[at]:.6g} "
-            f"({len(names)} of {len(self._names)} tensors differ; the median change is {ratio:.3g} times the right one)",
+            f"({len(names)} of {len(self._names)} tensors differ; the median change is {ratio:.3g} times the "
+            f"right one)",
             _cause(ratio),
-            "remove what changes weights beside the optimizer step, or the wrapper around the optimizer; " + _REPORT,
+            "remove what changes weights beside the optimizer step, or the wrapper around the optimizer; "
+            + _REPORT,
         )
 
     def _check_gradients(self, none: Sequence[bool], *, learning: bool) -> None:
@@ -322,7 +340,8 @@ class UpdateProof:
             raise ProofError(
                 "update",
                 f"{silent[0]} is trained and had no gradient in {PATIENCE} steps ({len(silent)} tensors)",
-                "the parameter is not in the forward, its gradient is cut off, or the other half of its adapter stays 0",
+                "the parameter is not in the forward, its gradient is cut off, or the other half of its "
+                "adapter stays 0",
                 "call requires_grad_(False) on parameters that the model does not use; " + _REPORT,
             )
 
@@ -349,15 +368,22 @@ class UpdateProof:
                     "give the tensor to the optimizer, freeze it, or raise learning_rate",
                 )
             self._named.add(name)
-            _logger.warning(f"no drawn element of {name} moved in {PATIENCE} steps: {dtype} rounds its updates away")
+            _logger.warning(
+                f"no drawn element of {name} moved in {PATIENCE} steps: {dtype} rounds its updates away"
+            )
 
     def _figures(self, found: State, share: Share) -> dict[str, float]:
         """Sizes over all trained tensors, estimated from the drawn elements."""
-        change, sizes = found.values - self._kept.values, torch.tensor([float(p.numel()) for p in self._trained])
+        change, sizes = (
+            found.values - self._kept.values,
+            torch.tensor([float(p.numel()) for p in self._trained]),
+        )
         counts = torch.bincount(self._drawn.owners, minlength=len(sizes)).clamp(min=1).double()
 
         def totals(values: torch.Tensor) -> list[float]:
-            means = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, self._drawn.owners, values) / counts
+            means = (
+                torch.zeros(len(sizes), dtype=torch.float64).index_add(0, self._drawn.owners, values) / counts
+            )
             return (means * sizes).tolist()
 
         drawn = [totals(v) for v in (change.square(), self._kept.values.square(), (change != 0).double())]
@@ -423,6 +449,7 @@ def _cause(ratio: float) -> str:
         if low <= ratio <= high:
             return cause
     return (
-        "the optimizer used another learning rate, other moments or another gradient, or the weights were changed or rounded "
+        "the optimizer used another learning rate, other moments or another gradient, or the weights were "
+        "changed or rounded "
         "beside the step"
     )

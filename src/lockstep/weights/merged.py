@@ -21,9 +21,9 @@ from lockstep.models.quantised import dequantised, is_quantised, meta_tensor_of
 from lockstep.shards.model import ShardedModel, is_sharded, sharded
 from lockstep.weights.source import PlainSource
 
-# Largest allowed difference between the outputs of a merged layer and of the layer with its adapter, divided by the rms of the
-# outputs. By the dtype of the base weights. Largest values on tiny models, over 64 to 384 outputs: 9e-7 in float32, 0.027 in
-# bfloat16 (`tests/sync/test_live.py`).
+# Largest allowed difference between the outputs of a merged layer and of the layer with its adapter, divided by the
+# rms of the outputs. By the dtype of the base weights. Largest values on tiny models, over 64 to 384 outputs: 9e-7 in
+# float32, 0.027 in bfloat16 (`tests/sync/test_live.py`).
 _TOLERANCES = {torch.float64: 1e-12, torch.float32: 5e-6}
 _HALF_TOLERANCE = 0.08
 _EMBEDDING_ROWS = 64
@@ -51,13 +51,14 @@ class _BaseParameter(NamedTuple):
 class AdaptedSource(PlainSource):
     """Weights of a model with LoRA (rsLoRA, DoRA) layers, each merged into new memory when it is read.
 
-    Weights without an adapter are read as they are. Modules that were trained as a whole (`modules_to_save`) replace the
-    originals. Adapter tensors are not sent. A delta is added in float32, or in float64 for float64 weights. The sum is rounded
-    once, to the base weight's dtype. 4-bit weights (QLoRA) are sent as the float32 values that their codes stand for.
+    Weights without an adapter are read as they are. Modules that were trained as a whole (`modules_to_save`) replace
+    the originals. Adapter tensors are not sent. A delta is added in float32, or in float64 for float64 weights. The
+    sum is rounded once, to the base weight's dtype. 4-bit weights (QLoRA) are sent as the float32 values that their
+    codes stand for.
 
     Raises:
-        InputError: the adapter is not LoRA, several adapters are active, one is merged in place, base layers are in 8 bits,
-            or the adapter unties tied weights.
+        InputError: the adapter is not LoRA, several adapters are active, one is merged in place, base layers are in 8
+            bits, or the adapter unties tied weights.
     """
 
     is_model_memory = False
@@ -114,7 +115,8 @@ def _under_checkpoint_names(inner: torch.nn.Module, parameters: list[_BaseParame
     ]
 
 
-# ---- the walk -----------------------------------------------------------------------------------------------------------
+# ---- the walk
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _walk(module: torch.nn.Module, original: torch.nn.Module, prefix: str) -> Iterator[_BaseParameter]:
@@ -149,7 +151,8 @@ def _saved_module(wrapper: Any, prefix: str) -> torch.nn.Module:
 
     if not isinstance(wrapper, ModulesToSaveWrapper):
         raise InputError(
-            f"{prefix.rstrip('.')} is a {type(wrapper).__name__}, which is not supported: beside LoRA layers, only whole modules "
+            f"{prefix.rstrip('.')} is a {type(wrapper).__name__}, which is not supported: beside LoRA layers, "
+            f"only whole modules "
             "(modules_to_save) can be trained and sent to an engine"
         )
     active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
@@ -169,10 +172,14 @@ def _checked_layer(layer: Any, prefix: str) -> Any:
     layer_name = prefix.rstrip(".")
     # Exact types: a subclass may compute something else. PEFT has Linear4bit only if bitsandbytes can be imported.
     is_supported = type(layer) in (lora.Linear, lora.Embedding, getattr(lora, "Linear4bit", None))
-    if not is_supported or not isinstance(layer.get_base_layer(), torch.nn.Linear | torch.nn.Embedding | Conv1D):
+    if not is_supported or not isinstance(
+        layer.get_base_layer(), torch.nn.Linear | torch.nn.Embedding | Conv1D
+    ):
         raise InputError(
-            f"{layer_name} is a {type(layer).__module__}.{type(layer).__name__} around a {type(layer.get_base_layer()).__name__}, "
-            "which is not supported: for an engine, only LoRA on linear layers (in full precision, or in 4 bits by bitsandbytes) "
+            f"{layer_name} is a {type(layer).__module__}.{type(layer).__name__} around a "
+            f"{type(layer.get_base_layer()).__name__}, "
+            "which is not supported: for an engine, only LoRA on linear layers (in full precision, or in 4 "
+            "bits by bitsandbytes) "
             "and on embeddings can be merged"
         )
     if layer.merged:
@@ -189,7 +196,8 @@ def _checked_layer(layer: Any, prefix: str) -> Any:
     variant = type(layer.lora_variant.get(active[0])).__name__
     if variant not in ("NoneType", *_DORA):
         raise InputError(
-            f"{layer_name} has LoRA of the kind {variant}, which is not supported; plain LoRA, rsLoRA and DoRA are supported"
+            f"{layer_name} has LoRA of the kind {variant}, which is not supported; plain LoRA, rsLoRA and "
+            f"DoRA are supported"
         )
     if _has_bias(layer) and getattr(layer.get_base_layer(), "bias", None) is None:
         raise InputError(
@@ -215,11 +223,15 @@ def _refuse_int8(parameter: torch.Tensor, name: str) -> None:
 
 
 def _check_kinds(model: torch.nn.Module) -> None:
-    """Check the kind of each adapter by its configuration, because prompt and prefix adapters add no layers to check."""
+    """Check the kind of each adapter by its configuration, because prompt and prefix adapters add no layers to
+    check.
+    """
     for name, config in getattr(model, "peft_config", {}).items():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind != "LORA":
-            raise InputError(f"adapter {name!r} is of the kind {kind}, which is not supported; only LoRA can be merged")
+            raise InputError(
+                f"adapter {name!r} is of the kind {kind}, which is not supported; only LoRA can be merged"
+            )
 
 
 def _check_ties(parameters: list[_BaseParameter]) -> None:
@@ -229,7 +241,8 @@ def _check_ties(parameters: list[_BaseParameter]) -> None:
         other = first.setdefault(id(f.original), f)
         if _memory_key(other) != _memory_key(f):
             raise InputError(
-                f"{other.name} and {f.name} are tied in the model, but the adapter unties them, which an engine cannot follow: "
+                f"{other.name} and {f.name} are tied in the model, but the adapter unties them, which an "
+                f"engine cannot follow: "
                 "give neither an adapter, or untie the model (tie_word_embeddings) and save it first"
             )
 
@@ -248,7 +261,8 @@ def _address(tensor: torch.Tensor) -> int:
     return id(tensor) if is_sharded(tensor) else tensor.data_ptr()
 
 
-# ---- merging ------------------------------------------------------------------------------------------------------------
+# ---- merging
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _full_tensor(shards: ShardedModel | None, parameter: torch.Tensor) -> torch.Tensor:
@@ -295,7 +309,10 @@ def _factor_parameters(layer: Any, adapter: str) -> tuple[torch.Tensor, torch.Te
 
 
 def _merged_weight(layer: Any, adapter: str, base: torch.Tensor, shards: ShardedModel | None) -> torch.Tensor:
-    """base + scaling × delta, in new memory. With DoRA (arXiv 2402.09353) each output is scaled to its trained magnitude."""
+    """base + scaling × delta, in new memory.
+
+    With DoRA (arXiv 2402.09353) each output is scaled to its trained magnitude.
+    """
     left, right = (factor.to(_wider_dtype(base)) for factor in _factors(layer, adapter, shards))
     total = torch.addmm(base.to(_wider_dtype(base)), left, right, alpha=layer.scaling[adapter])
     if adapter in layer.lora_variant:
@@ -316,7 +333,8 @@ def _wider_dtype(base: torch.Tensor) -> torch.dtype:
     return torch.promote_types(base.dtype, torch.float32)
 
 
-# ---- a merged weight, and the live layer --------------------------------------------------------------------------------
+# ---- a merged weight, and the live layer
+# --------------------------------------------------------------------------------
 
 
 def _merge_error(
@@ -335,7 +353,8 @@ def _merge_error(
     shards = sharded(model)
     bias = source.tensor(f"{layer_name}.bias") if f"{layer_name}.bias" in source.names else None
     with torch.no_grad(), without_dropout(layer), torch.autocast(merged.device.type, enabled=False):
-        # The layer runs alone here. Its sharded weights must be gathered, because no forward of the whole model gathers them.
+        # The layer runs alone here. Its sharded weights must be gathered, because no forward of the whole model
+        # gathers them.
         with nullcontext() if shards is None else shards.whole_around(layer):
             layer_output = layer(inputs)
         merged_output = _merged_output(base, merged, bias, inputs)
@@ -344,7 +363,9 @@ def _merge_error(
 
 
 def _inputs(base: torch.nn.Module, merged: torch.Tensor, seed: int) -> torch.Tensor:
-    """Inputs of a layer: ids for an embedding, one random vector for a linear layer; on the layer's device and in its dtype."""
+    """Inputs of a layer: ids for an embedding, one random vector for a linear layer; on the layer's device and in its
+    dtype.
+    """
     generator = torch.Generator().manual_seed(seed)
     if isinstance(base, torch.nn.Embedding):
         return torch.randint(len(merged), (_EMBEDDING_ROWS,), generator=generator).to(merged.device)
@@ -361,12 +382,16 @@ def _merged_output(
         # Some families scale the rows that they look up.
         return merged[inputs].to(wide) * getattr(base, "embed_scale", 1.0)
     weight = merged.T if isinstance(base, Conv1D) else merged
-    return torch.nn.functional.linear(inputs.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    return torch.nn.functional.linear(
+        inputs.to(wide), weight.to(wide), None if bias is None else bias.to(wide)
+    )
 
 
 def _tolerance(weight: torch.Tensor) -> float:
     rounded = weight.is_cuda and rounds_products(torch.float32)
-    return _HALF_TOLERANCE if is_quantised(weight) or rounded else _TOLERANCES.get(weight.dtype, _HALF_TOLERANCE)
+    return (
+        _HALF_TOLERANCE if is_quantised(weight) or rounded else _TOLERANCES.get(weight.dtype, _HALF_TOLERANCE)
+    )
 
 
 @contextmanager

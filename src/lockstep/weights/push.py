@@ -1,4 +1,6 @@
-"""One push of the trainer's weights into an engine. The order of steps is the same for every engine, and it is the only safe one:
+"""One push of the trainer's weights into an engine.
+
+The order of steps is the same for every engine, and it is the only safe one:
 
 stop serving → load → compare what arrived with the manifest, and the manifest with the live model → reset caches →
 commit the version → serve.
@@ -69,12 +71,15 @@ def weights_of(model: torch.nn.Module) -> PlainSource:
     """The weights that the engine of this model should hold: plain, or merged if the model has an adapter.
 
     Raises:
-        InputError: the model's adapter is of a kind that cannot be merged, or the model is quantised and has no adapter.
+        InputError: the model's adapter is of a kind that cannot be merged, or the model is quantised and has no
+            adapter.
     """
     if is_adapted(model):
         return AdaptedSource(model)
     if any(is_quantised(p) for p in model.parameters()):
-        raise InputError("the model is quantised, and quantised weights cannot be trained; give it a LoRA adapter")
+        raise InputError(
+            "the model is quantised, and quantised weights cannot be trained; give it a LoRA adapter"
+        )
     return PlainSource(model)
 
 
@@ -88,10 +93,10 @@ class SyncRecord:
         bytes: size of these tensors.
         seconds: time that the push took.
         sent_bytes: number of bytes that were sent to each worker.
-        changed: share of the elements that changed since the last push; None if they were not counted. They are counted if only
-            changed elements are sent.
-        in_full: why all weights were sent although the engine had an earlier version. Empty: only changes were sent, or the engine
-            had no earlier version.
+        changed: share of the elements that changed since the last push; None if they were not counted. They are
+            counted if only changed elements are sent.
+        in_full: why all weights were sent although the engine had an earlier version. Empty: only changes were sent,
+            or the engine had no earlier version.
     """
 
     version: int
@@ -126,7 +131,10 @@ class SleepingEngine(WeightReceiver, Protocol):
 
 
 def let_sleep(engine: SleepingEngine) -> None:
-    """Let an engine give its memory back until the next push. If it discards its weights, the next push sends everything."""
+    """Let an engine give its memory back until the next push.
+
+    If it discards its weights, the next push sends everything.
+    """
     if engine.sleep():
         forget_push(engine)
 
@@ -139,18 +147,18 @@ def drop_record(engine: WeightReceiver) -> None:
 def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -> SyncRecord:
     """Load the weights of `model` into an engine and commit them as `version`.
 
-    The model is only read. A model with an adapter is sent merged (`weights/source.py`). Only what changed since the last
-    push is sent (`weights/push.py`). If the engine does not hold the version afterwards, all weights are sent once. After a failure
-    the engine refuses to generate until a later push succeeds.
+    The model is only read. A model with an adapter is sent merged (`weights/source.py`). Only what changed since the
+    last push is sent (`weights/push.py`). If the engine does not hold the version afterwards, all weights are sent
+    once. After a failure the engine refuses to generate until a later push succeeds.
 
     Args:
         version: from 0 to 2^63 − 1.
 
     Raises:
-        InputError: the model has an adapter of a kind that cannot be merged, the engine has no place for one of its weights, or
-            `version` is no such number.
-        ProofError: what the engine holds differs from the version, some parameters received nothing, what was sent is not the live
-            model, or the engine did not confirm the reset of its caches.
+        InputError: the model has an adapter of a kind that cannot be merged, the engine has no place for one of its
+            weights, or `version` is no such number.
+        ProofError: what the engine holds differs from the version, some parameters received nothing, what was sent is
+            not the live model, or the engine did not confirm the reset of its caches.
     """
     if type(version) is not int or not 0 <= version < 1 << 63:
         raise InputError(f"version={version!r}; a weight version must be a whole number from 0 to 2^63 - 1")
@@ -164,7 +172,9 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
             if not update.base:
                 raise
             in_full = error.found
-            _logger.warning(f"all weights of version {version} are sent, instead of those that changed: {in_full}")
+            _logger.warning(
+                f"all weights of version {version} are sent, instead of those that changed: {in_full}"
+            )
             update = Update(source, engine.wire_dtype, last_push)
             manifest = _load_update(update, engine, version)
         check_live(model, source, manifest.tensors, engine.wire_dtype, version)
@@ -214,8 +224,8 @@ def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
     """Compare an engine's acknowledgement with the manifest of the version.
 
     Raises:
-        ProofError: a tensor is missing or unexpected, has another shape, dtype or content, or an engine parameter received
-            nothing. The message names the server if there are several.
+        ProofError: a tensor is missing or unexpected, has another shape, dtype or content, or an engine parameter
+            received nothing. The message names the server if there are several.
         InputError: the engine's model has no place for a tensor.
     """
     for other in loaded.others:
@@ -223,13 +233,16 @@ def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
     where = _server_name(loaded)
     sent, arrived = {t.name: t for t in manifest.tensors}, {t.name: t for t in loaded.tensors}
     mismatched = [
-        n for n in sent.keys() | arrived.keys() if n not in sent or n not in arrived or sent[n][:3] != arrived[n][:3]
+        n
+        for n in sent.keys() | arrived.keys()
+        if n not in sent or n not in arrived or sent[n][:3] != arrived[n][:3]
     ]
     if mismatched or len(manifest.tensors) != len(loaded.tensors):
         first = min(mismatched, default="none by name")
         raise ProofError(
             "manifest",
-            f"{len(manifest.tensors)} tensors were sent and {len(loaded.tensors)} arrived{where}; first difference: {first}, "
+            f"{len(manifest.tensors)} tensors were sent and {len(loaded.tensors)} arrived{where}; first "
+            f"difference: {first}, "
             f"sent as {_described(sent.get(first))}, arrived as {_described(arrived.get(first))}",
             "the transport dropped, renamed or converted tensors",
             "this is a defect of the weight transport; report it with this message",
@@ -257,7 +270,8 @@ def _refuse_unstored(loaded: LoadedWeights) -> None:
     if loaded.unstored:
         raise InputError(
             f"the engine{_server_name(loaded)} has no place for {len(loaded.unstored)} of the {len(loaded.tensors)} "
-            f"weights that were sent, and has dropped them: {listed(loaded.unstored)}. It would compute another model than the one "
+            f"weights that were sent, and has dropped them: {listed(loaded.unstored)}. It would compute "
+            f"another model than the one "
             "that is trained. Set use_vllm to false, or train a model without these weights"
         )
 
@@ -270,7 +284,8 @@ def _described(tensor: TensorSpec | None) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}" if tensor else "nothing"
 
 
-# ---- what was sent, and the live model ----------------------------------------------------------------------------------
+# ---- what was sent, and the live model
+# ----------------------------------------------------------------------------------
 
 
 def check_same_parameters(pushed: torch.nn.Module, trained: torch.nn.Module, version: int) -> None:
@@ -284,7 +299,8 @@ def check_same_parameters(pushed: torch.nn.Module, trained: torch.nn.Module, ver
     if unknown:
         raise ProofError(
             "live",
-            f"at version {version} {len(unknown)} parameters of the trained model are not those of the model that is pushed; the "
+            f"at version {version} {len(unknown)} parameters of the trained model are not those of the model "
+            f"that is pushed; the "
             f"first is {unknown[0]}",
             "the trainer's model was replaced by a copy after the trainer was made, for example by a callback",
             "change the model in place, or make a new trainer for the other model",
@@ -300,9 +316,10 @@ def check_live(
 ) -> None:
     """Compare the tensors of a push with the live model.
 
-    Weights without an adapter are compared by the digest of their bytes. If the push sent the model's own memory, all of them are
-    compared; their digests are not computed a second time (`one_push`). Otherwise the version is the seed that draws a few of them.
-    A few layers with an adapter are drawn too. Their forward must give the same outputs as the sent weights.
+    Weights without an adapter are compared by the digest of their bytes. If the push sent the model's own memory, all
+    of them are compared; their digests are not computed a second time (`one_push`). Otherwise the version is the seed
+    that draws a few of them. A few layers with an adapter are drawn too. Their forward must give the same outputs as
+    the sent weights.
 
     Args:
         source: what the push has read.
@@ -310,8 +327,8 @@ def check_live(
         dtype: dtype to which wider tensors were cast.
 
     Raises:
-        ProofError: `live`: the model now has other weights than were sent. `merge`: a merged weight gives other outputs than the
-            layer with its adapter.
+        ProofError: `live`: the model now has other weights than were sent. `merge`: a merged weight gives other
+            outputs than the layer with its adapter.
     """
     # The live model says of which kind its source must be.
     kind: type[PlainSource] = AdaptedSource if is_adapted(model) else PlainSource
@@ -322,7 +339,9 @@ def check_live(
         compared = random_draw.sample(compared, min(_TENSORS_COMPARED, len(compared)))
     shards = sharded(model)
     if shards is None:
-        _check_digests([(spec.name, parameters[spec.name].detach()) for spec in compared], dtype, compared, version)
+        _check_digests(
+            [(spec.name, parameters[spec.name].detach()) for spec in compared], dtype, compared, version
+        )
     else:
         for spec in compared:
             # One at a time, because each is gathered from all ranks.
@@ -336,7 +355,8 @@ def check_live(
         if error is not None and not error[0] <= error[1]:
             raise ProofError(
                 "merge",
-                f"at version {version} the merged weight of {spec.name.removesuffix('.weight')} gives outputs that differ by "
+                f"at version {version} the merged weight of {spec.name.removesuffix('.weight')} gives outputs "
+                f"that differ by "
                 f"{error[0]:.2g} from the forward of the layer with its adapter (allowed: {error[1]:.2g})",
                 "the adapter was merged with another scaling, rank or kind than the layer computes with",
                 "report it with the adapter's config; train without the adapter until it is fixed",
@@ -344,7 +364,10 @@ def check_live(
 
 
 def _check_digests(
-    tensors: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype | None, sent: Sequence[TensorSpec], version: int
+    tensors: Sequence[tuple[str, torch.Tensor]],
+    dtype: torch.dtype | None,
+    sent: Sequence[TensorSpec],
+    version: int,
 ) -> None:
     cast = [(name, tensor.to(dtype) if _is_wider(tensor, dtype) else tensor) for name, tensor in tensors]
     own = tensor_specs(cast, {spec.name: spec for spec in sent})
@@ -352,7 +375,8 @@ def _check_digests(
     if differing:
         raise ProofError(
             "live",
-            f"{len(differing)} of {len(sent)} compared tensors of version {version} are not those of the live model; the first is "
+            f"{len(differing)} of {len(sent)} compared tensors of version {version} are not those of the live "
+            f"model; the first is "
             f"{differing[0]}",
             "the source of the push holds a copy of older weights, or the model was changed during the push",
             "this is a defect of the weight source: report it; do not change the model during a push",

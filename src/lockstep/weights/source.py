@@ -59,9 +59,9 @@ class PlainSource:
 
     Tied parameters occur once, under their first name.
 
-    A source can be read several times, and equal weights give equal bytes. Every push makes a new source. If the model is sharded,
-    each tensor is gathered from all ranks when it is read. Then the rank that holds the engine reads the source, inside a call of
-    `Ranks`.
+    A source can be read several times, and equal weights give equal bytes. Every push makes a new source. If the
+    model is sharded, each tensor is gathered from all ranks when it is read. Then the rank that holds the engine
+    reads the source, inside a call of `Ranks`.
     """
 
     # Whether the tensors are the model's own memory. If not, they are new tensors that are made to be read once.
@@ -98,7 +98,10 @@ class PlainSource:
 
     @staticmethod
     def unmerged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The tensors of a model that are sent as they are, by name. They are the model's own, and not those of a source."""
+        """The tensors of a model that are sent as they are, by name.
+
+        They are the model's own, and not those of a source.
+        """
         return {p.name: p.tensor for p in checkpoint_tensors(model)}
 
     @staticmethod
@@ -118,7 +121,10 @@ class PlainSource:
         return None
 
     def owning_module(self, name: str) -> torch.nn.Module:
-        """The module that owns a tensor, without PEFT's wrapper. A module with several experts owns the tensors of all of them."""
+        """The module that owns a tensor, without PEFT's wrapper.
+
+        A module with several experts owns the tensors of all of them.
+        """
         return self._model.get_submodule(self._own_names[name].rpartition(".")[0])
 
     def meta_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -155,7 +161,8 @@ def read_specs(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorSpec,
     return finished(specs)
 
 
-# ---- what is sent -----------------------------------------------------------------------------------------------------
+# ---- what is sent
+# -----------------------------------------------------------------------------------------------------
 
 
 class LastPush:
@@ -176,12 +183,15 @@ class LastPush:
 
 
 class Update:
-    """The tensors of one push. It may be read once. The digest of each tensor is computed while the receiver uses the tensor.
+    """The tensors of one push.
+
+    It may be read once. The digest of each tensor is computed while the receiver uses the tensor.
 
     Iterating gives the names and tensors that an engine must load.
 
     Args:
-        dtype: dtype to which wider floating-point tensors are cast, one by one, when they are read; None: nothing is cast.
+        dtype: dtype to which wider floating-point tensors are cast, one by one, when they are read; None: nothing is
+            cast.
         sent: the record of the last push to the engine. It stays empty until this push is proven.
 
     Attributes:
@@ -198,7 +208,10 @@ class Update:
         self, source: PlainSource, dtype: torch.dtype | None = None, last_push: LastPush | None = None
     ) -> None:
         self._source, self._dtype = source, dtype
-        self.can_be_base, self._last_push = last_push is not None, LastPush() if last_push is None else last_push
+        self.can_be_base, self._last_push = (
+            last_push is not None,
+            LastPush() if last_push is None else last_push,
+        )
         last_manifest = self._last_push.manifest
         self._last_push.forget()
         self._before = {} if last_manifest is None else {spec.name: spec for spec in last_manifest.tensors}
@@ -212,7 +225,10 @@ class Update:
 
     @property
     def is_model_memory(self) -> bool:
-        """Whether the tensors are the model's own memory. They are not if the source makes new tensors, or if they are cast."""
+        """Whether the tensors are the model's own memory.
+
+        They are not if the source makes new tensors, or if they are cast.
+        """
         return self._source.is_model_memory and self._dtype is None
 
     @property
@@ -243,10 +259,12 @@ class Update:
                 yield name, piece
 
     def pieces(self, *, deltas: bool = False, to_host: bool = False) -> Iterator[Piece]:
-        """What is sent of every tensor of the version: the whole tensor, or its changed elements (`NO_CHANGES` if there are none).
+        """What is sent of every tensor of the version: the whole tensor, or its changed elements (`NO_CHANGES` if
+        there are none).
 
         Args:
-            deltas: whether the receiver keeps a copy of what it is sent, so that the changed elements of a tensor are enough.
+            deltas: whether the receiver keeps a copy of what it is sent, so that the changed elements of a tensor are
+                enough.
             to_host: whether the tensors go through main memory. They are then copied there.
         """
         self._to_host = deltas or to_host

@@ -27,7 +27,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 TEMPLATE = (
     "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}\n"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ {'name': c.function.name, 'arguments': "
+    "c.function.arguments} | tojson }}\n"
     "</tool_call>{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -74,7 +75,10 @@ class Watched:
 
 
 class Scripted:
-    """An engine that says prepared texts, one per request, each with an end token. A request whose text is None gets no answer."""
+    """An engine that says prepared texts, one per request, each with an end token.
+
+    A request whose text is None gets no answer.
+    """
 
     version = 0
 
@@ -102,7 +106,9 @@ class Scripted:
                 ids = self._tokenizer(text + END)["input_ids"][: request.sampling.max_tokens]
                 reason = "stop" if ids[-1] == self._tokenizer.eos_token_id else "length"
                 logprobs, versions = np.full(len(ids), -1.0), np.zeros(len(ids), np.int64)
-                inbox.answer(Completion(request.key, request.prompt_ids, ids, logprobs, versions, reason), [0])
+                inbox.answer(
+                    Completion(request.key, request.prompt_ids, ids, logprobs, versions, reason), [0]
+                )
             inbox.settle()
 
 

@@ -54,7 +54,9 @@ class TestFunctions:
         errors: list[Any] = []
 
         async def cancelled() -> None:
-            agent = asyncio.create_task(Agent(lambda *_: seen.set() or go.wait(LIMIT), None, LIMIT).run("", "", ROW))
+            agent = asyncio.create_task(
+                Agent(lambda *_: seen.set() or go.wait(LIMIT), None, LIMIT).run("", "", ROW)
+            )
             assert await asyncio.to_thread(seen.wait, LIMIT)
             agent.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -77,7 +79,10 @@ class TestFunctions:
 
         async def all_of_them() -> None:
             await asyncio.gather(
-                *(Agent(lambda *_: meeting.wait(LIMIT) and None, None, LIMIT).run("", "", ROW) for _ in range(80))
+                *(
+                    Agent(lambda *_: meeting.wait(LIMIT) and None, None, LIMIT).run("", "", ROW)
+                    for _ in range(80)
+                )
             )
 
         asyncio.run(all_of_them())
@@ -133,7 +138,10 @@ class TestCommands:
         assert run(python(code)) is None
         row, environment = json.loads((tmp_path / "found").read_text())
         assert row == ROW
-        assert (environment["OPENAI_BASE_URL"], environment["OPENAI_API_KEY"]) == ("http://gateway", "the-key")
+        assert (environment["OPENAI_BASE_URL"], environment["OPENAI_API_KEY"]) == (
+            "http://gateway",
+            "the-key",
+        )
         assert KEY_VARIABLE not in environment
 
     @pytest.mark.parametrize(
@@ -159,7 +167,8 @@ class TestCommands:
         reader = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
         child = f"import time; f = open({str(tmp_path / 'alive')!r}, 'w'); print('x', flush=True); time.sleep(1000)"
         start = (
-            f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)"
+            f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}], "
+            f"stdout=subprocess.PIPE)"
         )
         assert run(python(f"{start}; assert p.stdout.read(1) == b'x'")) is None
         os.set_blocking(reader, True)

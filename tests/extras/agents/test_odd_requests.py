@@ -13,13 +13,17 @@ from portions import portion
 
 ODD_TEXT = "\ud83d"
 CALLS = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
-TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}},
+}
 # A complete request of each API. Each of its values is replaced by each odd value.
 REQUESTS: dict[str, dict[str, Any]] = {
     "chat/completions": {
         "messages": [
             {"role": "system", "content": "be brief", "name": "boss"},
-            {"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "image_url", "image_url": {"url": "x"}}]},
+            {"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "image_url",
+            "image_url": {"url": "x"}}]},
             {"role": "assistant", "content": "I add.", "reasoning_content": "hm", "tool_calls": CALLS},
             {"role": "tool", "content": "3", "tool_call_id": "1"},
         ],
@@ -79,7 +83,11 @@ RAW = [
     '"max_tokens": ' + "9" * 5000,
     '"tools": [{"type": "function", "function": {"name": "f\\ud800"}}]',
     '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"\\ud800": {}}}}}]',
-    '"tools": [{"type": "function", "function": {"name": "f", "parameters": ' + '{"a": ' * 500 + "1" + "}" * 503 + "]",
+    '"tools": [{"type": "function", "function": {"name": "f", "parameters": '
+    + '{"a": ' * 500
+    + "1"
+    + "}" * 503
+    + "]",
     '"user": "\\udfff"',
     '"\\ud800": 1',
     '"stop": "\\ud800"',
@@ -142,7 +150,9 @@ def test_fields_of_every_other_type_are_answered_and_end_nothing(path: str, part
     """Each of `_PARTS` parts has every twelfth request; CI sends the first part."""
     requests = [request for request in replaced(REQUESTS[path]) if isinstance(request, dict)][part::_PARTS]
     assert len(requests) > 50
-    bodies = [(path, json.dumps({**request, "stream": number % 2 == 0})) for number, request in enumerate(requests)]
+    bodies = [
+        (path, json.dumps({**request, "stream": number % 2 == 0})) for number, request in enumerate(requests)
+    ]
     for number, (body, status, said) in enumerate(answered(bodies)):
         assert status in (200, 400), (body, status, said)
         if status == 200 and number % 2 == 0:
@@ -150,7 +160,12 @@ def test_fields_of_every_other_type_are_answered_and_end_nothing(path: str, part
             assert "data: [DONE]" in said or "response.completed" in said or "response.incomplete" in said
 
 
-DEEP = "<tool_call>{'name': 'add', 'arguments': {'a': ".replace("'", '"') + "[" * 600 + "]" * 600 + "}}</tool_call>"
+DEEP = (
+    "<tool_call>{'name': 'add', 'arguments': {'a': ".replace("'", '"')
+    + "[" * 600
+    + "]" * 600
+    + "}}</tool_call>"
+)
 
 
 @pytest.mark.parametrize("said", ["[" * 2500, DEEP, "1" * 2500])

@@ -53,7 +53,9 @@ def test_branches_are_sampled_in_their_own_context(engine: Any, talkative_dir: s
     assert sampled == sum(len(c.token_ids) for c in watched.completions)
 
 
-def test_a_call_whose_client_goes_away_is_dropped_from_vllm(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_whose_client_goes_away_is_dropped_from_vllm(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watched = Watched(engine)
     step, taken, deadline = engine.llm.llm_engine.step, threading.Event(), time.monotonic() + LIMIT
 
@@ -100,7 +102,9 @@ def test_text_is_streamed_while_vllm_samples_and_the_ids_are_recorded_as_sampled
     def texts(client: Any, asked: str) -> Iterator[str]:
         if api == "chat":
             messages = [{"role": "user", "content": asked}]
-            for chunk in client.chat.completions.create(model="x", messages=messages, max_tokens=40, stream=True):
+            for chunk in client.chat.completions.create(
+                model="x", messages=messages, max_tokens=40, stream=True
+            ):
                 yield chunk.choices[0].delta.content or ""
         else:
             for event in client.responses.create(model="x", input=asked, max_output_tokens=40, stream=True):
@@ -131,7 +135,9 @@ def test_text_is_streamed_while_vllm_samples_and_the_ids_are_recorded_as_sampled
         for c in watched.completions[:5]
     ]
     assert ["".join(own) for own in parts] == said
-    assert any(found == number for number, found in enumerate(finished)), "all text came when its turn was finished"
+    assert any(found == number for number, found in enumerate(finished)), (
+        "all text came when its turn was finished"
+    )
     assert max(map(len, parts)) > 1
     # The streamed text is recognised as the turn that was sampled.
     assert rollout.notes["agent"]["extended"] == 1

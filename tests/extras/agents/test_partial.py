@@ -42,7 +42,9 @@ PIECES = [
 STOPS = st.sampled_from([(), ("look",), ("a <", "look_up", "\n")])
 
 
-def parts(name: str, ids: Ids, *, offers_tools: bool, stop: tuple[str, ...] = ()) -> tuple[list[Partial], Partial]:
+def parts(
+    name: str, ids: Ids, *, offers_tools: bool, stop: tuple[str, ...] = ()
+) -> tuple[list[Partial], Partial]:
     """What is certain after each token, and the finished answer."""
     extension, wishes = extension_of(name), Wishes(reads_calls=offers_tools, stop=stop)
     certain = [certain_part(extension, ids[:n], wishes) for n in range(1, len(ids) + 1)]
@@ -60,7 +62,9 @@ def sampled(data: st.DataObject, name: str) -> Ids:
 
 
 @pytest.mark.parametrize("name", _GROWING)
-def test_what_is_streamed_is_a_beginning_of_the_answer_and_thinking_is_whole_before_content(name: str) -> None:
+def test_what_is_streamed_is_a_beginning_of_the_answer_and_thinking_is_whole_before_content(
+    name: str,
+) -> None:
     def check(data: st.DataObject, offers_tools: bool, stop: tuple[str, ...]) -> None:
         ids = sampled(data, name)
         certain, answer = parts(name, ids, offers_tools=offers_tools, stop=stop)

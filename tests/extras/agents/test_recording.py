@@ -97,7 +97,9 @@ def branches(rollout: Rollout) -> tuple[Completion, ...]:
 
 
 class TestConversations:
-    def test_an_unchanged_script_is_recorded_id_for_id(self, watched: Watched, runs: Runs, talkative_dir: str) -> None:
+    def test_an_unchanged_script_is_recorded_id_for_id(
+        self, watched: Watched, runs: Runs, talkative_dir: str
+    ) -> None:
         (rollout,) = runs(three_turns)
         assert rollout.notes["rewards"] == {"agent": 0.5}
         assert (rollout.notes["agent"]["answered"], rollout.notes["agent"]["extended"]) == (3, 2)
@@ -142,9 +144,15 @@ class TestConversations:
     def test_responses_continue_by_id_and_by_items(self, watched: Watched, runs: Runs) -> None:
         def agent(base_url: str, api_key: str, row: Any) -> None:
             client = sdk(base_url, api_key)
-            first = client.responses.create(model="x", input="hello", instructions="be brief", max_output_tokens=4)
+            first = client.responses.create(
+                model="x", input="hello", instructions="be brief", max_output_tokens=4
+            )
             client.responses.create(
-                model="x", input="and?", instructions="be brief", previous_response_id=first.id, max_output_tokens=4
+                model="x",
+                input="and?",
+                instructions="be brief",
+                previous_response_id=first.id,
+                max_output_tokens=4,
             )
             items = [{"role": "user", "content": "hello"}, *[item.to_dict() for item in first.output]]
             more = [*items, {"role": "user", "content": "or?"}]
@@ -164,7 +172,9 @@ class TestConversations:
             client = sdk(base_url, api_key)
             items = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hello"}]
             first = client.responses.create(model="x", input=items, max_output_tokens=4)
-            client.responses.create(model="x", input="and?", previous_response_id=first.id, max_output_tokens=4)
+            client.responses.create(
+                model="x", input="and?", previous_response_id=first.id, max_output_tokens=4
+            )
 
         (rollout,) = runs(agent)
         assert rollout.notes["agent"]["extended"] == 1
@@ -175,7 +185,9 @@ class TestConversations:
         def streaming(base_url: str, api_key: str, row: Any) -> None:
             client, messages = sdk(base_url, api_key), list(HELLO)
             for _ in range(3):
-                stream = client.chat.completions.create(model="x", messages=messages, max_tokens=8, stream=True)
+                stream = client.chat.completions.create(
+                    model="x", messages=messages, max_tokens=8, stream=True
+                )
                 text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
                 messages += [{"role": "assistant", "content": text}, NEXT]
 
@@ -243,12 +255,16 @@ class TestWishes:
         for branch, calls in zip(branches(rollout), ([0], [1, 3], [2]), strict=True):
             check_ids(watched, branch, calls)
 
-    def test_log_probs_that_an_agent_asks_for_are_those_of_the_sampled_ids(self, runs: Runs, watched: Watched) -> None:
+    def test_log_probs_that_an_agent_asks_for_are_those_of_the_sampled_ids(
+        self, runs: Runs, watched: Watched
+    ) -> None:
         found: list[Any] = []
 
         def agent(base_url: str, api_key: str, row: Any) -> None:
             found.append(
-                sdk(base_url, api_key).chat.completions.create(model="any", messages=HELLO, max_tokens=8, logprobs=True)
+                sdk(base_url, api_key).chat.completions.create(
+                    model="any", messages=HELLO, max_tokens=8, logprobs=True
+                )
             )
 
         runs(agent)
@@ -319,7 +335,7 @@ answer=$(ask "$messages")
 messages=$(jq -cn "$messages + [$answer, {role: \\"user\\", content: \\"and?\\"}]")
 ask "$messages" >&2
 echo '{"reward": 0.25}'
-"""
+"""  # noqa: E501
 
 TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {
@@ -349,7 +365,9 @@ class TestTools:
         (whole,) = branches(rollout)
         check_ids(watched, whole, [0, 1])
         text = runs.tokenizer.decode(np.concatenate([whole.prompt_ids, whole.token_ids]))
-        assert text.endswith(f"<|assistant|>I add. {CALL}<|end|><|tool|>3 <|end|><|end|><|assistant|>3<|end|>")
+        assert text.endswith(
+            f"<|assistant|>I add. {CALL}<|end|><|tool|>3 <|end|><|end|><|assistant|>3<|end|>"
+        )
         # Text that looks like the end token is not an end token.
         inserted = whole.token_ids[~whole.sampled].tolist()
         assert inserted.count(runs.tokenizer.eos_token_id) == 1
@@ -366,7 +384,9 @@ class TestTools:
         assert "{oops" in answers[0].content
         assert rollout.notes["agent"]["malformed"] == 1
 
-    def test_a_required_call_is_sampled_freely_and_its_absence_is_counted(self, runs: Runs, watched: Watched) -> None:
+    def test_a_required_call_is_sampled_freely_and_its_absence_is_counted(
+        self, runs: Runs, watched: Watched
+    ) -> None:
         runs.engine = watched = Watched(Scripted(["I think.", CALL]))  # type: ignore[arg-type]
 
         def agent(base_url: str, api_key: str, row: Any) -> None:
@@ -497,7 +517,9 @@ class TestCallsThatDoNotEnd:
             key = {"Idempotency-Key": "mine"}
             for headers in ({}, retry, key, key):
                 answers.append(
-                    client.chat.completions.create(model="x", messages=HELLO, max_tokens=8, extra_headers=headers)
+                    client.chat.completions.create(
+                        model="x", messages=HELLO, max_tokens=8, extra_headers=headers
+                    )
                 )
 
         (rollout,) = runs(agent)

@@ -22,7 +22,10 @@ from lockstep.extras.agents.streamed_answers import SentText
 
 LIMITS = RunLimits("tiny", Sampling(max_tokens=8, temperature=0.7, stop=("END",)))
 HELLO = {"role": "user", "content": "hello"}
-TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}},
+}
 TURN = Answer("a1", 7, "so: ", "hm", (AnsweredCall("abc123def", "add", '{"a": 1}'),), "stop", 11, 5)
 CUT = Answer("a2", 7, "and th", None, (), "length", 11, 5)
 
@@ -55,7 +58,9 @@ class TestRefusals:
             ("temperature", True),
         ],
     )
-    def test_a_field_that_would_change_the_distribution_is_refused_by_name(self, field: str, value: Any) -> None:
+    def test_a_field_that_would_change_the_distribution_is_refused_by_name(
+        self, field: str, value: Any
+    ) -> None:
         error = refusal({"messages": [HELLO], field: value})
         assert error.param == field
         assert field in error.message
@@ -126,7 +131,13 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         ("field", "value"),
-        [("truncation", "auto"), ("background", True), ("include", ["x"]), ("conversation", "c"), ("temperature", 1.0)],
+        [
+            ("truncation", "auto"),
+            ("background", True),
+            ("include", ["x"]),
+            ("conversation", "c"),
+            ("temperature", 1.0),
+        ],
     )
     def test_responses_are_refused_in_the_same_way(self, field: str, value: Any) -> None:
         assert refusal({"input": "hello", field: value}, responses).param == field
@@ -169,7 +180,9 @@ class TestWishes:
         named = {"type": "function", "name": "add"}
         assert self.wishes(tool_choice={"type": "function", "function": {"name": "add"}}).call == "add"
         assert self.wishes(responses, tool_choice=named).call == "add"
-        assert self.wishes(responses, text={"format": {"type": "json_schema", "name": "x", "schema": {}}}).is_json
+        assert self.wishes(
+            responses, text={"format": {"type": "json_schema", "name": "x", "schema": {}}}
+        ).is_json
 
     def test_calls_are_text_where_none_may_be_made(self) -> None:
         assert self.wishes().reads_calls
@@ -184,7 +197,9 @@ class TestWishes:
     def test_what_nothing_forces_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
         limits = RunLimits("tiny", Sampling(max_tokens=8))
         for _ in range(3):
-            chat.read_call({"messages": [HELLO], "tools": [TOOL], "tool_choice": "required", "seed": 1}, limits)
+            chat.read_call(
+                {"messages": [HELLO], "tools": [TOOL], "tool_choice": "required", "seed": 1}, limits
+            )
         said = caplog.text
         assert said.count("tool_choice='required'") == said.count("sends a seed") == 1
 
@@ -201,8 +216,17 @@ class TestCalls:
             {
                 "messages": [
                     {"role": "developer", "content": "be brief"},
-                    {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
-                    {"role": "assistant", "content": "so: ", "tool_calls": [call], "refusal": None, "annotations": []},
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}],
+                    },
+                    {
+                        "role": "assistant",
+                        "content": "so: ",
+                        "tool_calls": [call],
+                        "refusal": None,
+                        "annotations": [],
+                    },
                     {"role": "tool", "tool_call_id": "c1", "content": "3"},
                 ],
                 "tools": [TOOL],
@@ -214,8 +238,17 @@ class TestCalls:
                 "instructions": "be brief",
                 "input": [
                     {"role": "user", "content": "hello"},
-                    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "so: "}]},
-                    {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1, "b": 2}'},
+                    {
+                        "type": "message",
+                        "role": "assistant",
+                        "content": [{"type": "output_text", "text": "so: "}],
+                    },
+                    {
+                        "type": "function_call",
+                        "call_id": "c1",
+                        "name": "add",
+                        "arguments": '{"a": 1, "b": 2}',
+                    },
                     {"type": "function_call_output", "call_id": "c1", "output": "3"},
                 ],
                 "tools": [{"type": "function", **TOOL["function"], "strict": False}],
@@ -235,9 +268,13 @@ class TestCalls:
 
 class TestAnswers:
     @pytest.mark.parametrize(("answer", "reason"), [(TURN, "tool_calls"), (CUT, "length")])
-    def test_a_stream_of_chunks_says_what_the_whole_completion_says(self, answer: Answer, reason: str) -> None:
+    def test_a_stream_of_chunks_says_what_the_whole_completion_says(
+        self, answer: Answer, reason: str
+    ) -> None:
         whole = ChatCompletion.model_validate(chat.whole({}, [answer], LIMITS), strict=True)
-        lines = streamed_at_once(chat, {"stream_options": {"include_usage": True}}, answer).decode().split("\n\n")
+        lines = (
+            streamed_at_once(chat, {"stream_options": {"include_usage": True}}, answer).decode().split("\n\n")
+        )
         assert lines[-2:] == ["data: [DONE]", ""]
         chunks = [ChatCompletionChunk.model_validate_json(line[6:]) for line in lines[:-2]]
         assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == answer.content
@@ -284,7 +321,9 @@ class TestSeveralAnswers:
 
 
 class TestJoining:
-    def add(self, turns: Turns, *messages: dict[str, Any], tools: tuple[dict[str, Any], ...] = ()) -> KnownTurn:
+    def add(
+        self, turns: Turns, *messages: dict[str, Any], tools: tuple[dict[str, Any], ...] = ()
+    ) -> KnownTurn:
         turn = KnownTurn(tuple(messages), np.arange(5), np.arange(2), 1, ("stop",))
         turns.add(turn, messages, tools)
         return turn
@@ -295,7 +334,9 @@ class TestJoining:
         short, long = self.add(turns, HELLO, answer), self.add(turns, HELLO, answer, HELLO, answer)
         assert turns.longest([HELLO, answer, HELLO, answer, HELLO], ()) is long
         assert turns.longest([HELLO, answer, HELLO], ()) is short
-        assert turns.longest([HELLO, answer, {"role": "user", "content": "other"}, answer, HELLO], ()) is short
+        assert (
+            turns.longest([HELLO, answer, {"role": "user", "content": "other"}, answer, HELLO], ()) is short
+        )
         # Nothing new stands behind the answer: the engine has nothing to answer.
         assert turns.longest([HELLO, answer], ()) is None
 
@@ -308,10 +349,13 @@ class TestJoining:
         self.add(turns, HELLO, answer("hi \n", {"a": 1, "b": 2}))
         assert turns.longest([HELLO, answer("hi", {"b": 2, "a": 1}), HELLO], ()) is not None
         assert (
-            turns.longest([HELLO, answer("hi", {"a": 1, "b": 2}) | {"reasoning_content": "hm"}, HELLO], ()) is not None
+            turns.longest([HELLO, answer("hi", {"a": 1, "b": 2}) | {"reasoning_content": "hm"}, HELLO], ())
+            is not None
         )
         assert turns.longest([HELLO, answer("hi", {"b": 2, "a": 2}), HELLO], ()) is None
-        assert turns.longest([{**HELLO, "content": "hello "}, answer("hi", {"a": 1, "b": 2}), HELLO], ()) is None
+        assert (
+            turns.longest([{**HELLO, "content": "hello "}, answer("hi", {"a": 1, "b": 2}), HELLO], ()) is None
+        )
 
     def test_half_of_a_character_is_a_text_like_any_other(self) -> None:
         answer, cut = {"role": "assistant", "content": "hi"}, {"role": "user", "content": "\ud83d"}

@@ -40,7 +40,12 @@ def test_an_unchanged_agent_is_recorded_id_for_id_and_gives_its_reward(
     (rollout,) = Runs(watched, tokenizer)(COMMAND, prompt=PROMPT, max_tokens=1 << 14, answer="42")
     assert rollout.notes["rewards"] == {"agent": reward}
     counts = rollout.notes["agent"]
-    assert (counts["answered"], counts["unmet"], counts["refused"], counts["malformed"]) == (len(texts), unmet, 0, 0)
+    assert (counts["answered"], counts["unmet"], counts["refused"], counts["malformed"]) == (
+        len(texts),
+        unmet,
+        0,
+        0,
+    )
     # A turn with a call is written again by smolagents, so that the rollout branches. A turn without one is extended.
     assert len(rollout.branches) == len(branches)
     assert counts["extended"] == len(texts) - len(branches)

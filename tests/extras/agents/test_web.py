@@ -1,4 +1,7 @@
-"""The HTTP server of the gateway: keys, limits, repeated calls, clients that go away. The rollouts behind it are stand-ins."""
+"""The HTTP server of the gateway: keys, limits, repeated calls, clients that go away.
+
+The rollouts behind it are stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,9 @@ class TestKeys:
             assert [model.id for model in sdk.models.list()] == ["tiny"]
 
     @pytest.mark.parametrize("path", ["/v1", "/rollouts/wrong/v1", "/rollouts/%00/v1"])
-    @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic wrong"}])
+    @pytest.mark.parametrize(
+        "header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic wrong"}]
+    )
     def test_a_wrong_key_or_none_gets_401(
         self, gateway: Gateway, key: str, rollout: StandIn, path: str, header: dict[str, str]
     ) -> None:
@@ -146,13 +151,17 @@ class TestRefusals:
         assert not rollout.calls
 
     def test_a_body_that_is_too_large_gets_413(self, gateway: Gateway, key: str, rollout: StandIn) -> None:
-        answer = post(f"{gateway.base_url(key)}/chat/completions", content=b" " * (LARGEST_BODY + 1), json=None)
+        answer = post(
+            f"{gateway.base_url(key)}/chat/completions", content=b" " * (LARGEST_BODY + 1), json=None
+        )
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
         assert not rollout.calls
 
     @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b""])
     def test_a_body_that_is_no_json_object_gets_400(self, gateway: Gateway, key: str, content: bytes) -> None:
-        assert post(f"{gateway.base_url(key)}/chat/completions", content=content, json=None).status_code == 400
+        assert (
+            post(f"{gateway.base_url(key)}/chat/completions", content=content, json=None).status_code == 400
+        )
 
     def test_other_paths_and_methods_get_404_and_405_with_the_paths_that_are_there(
         self, gateway: Gateway, key: str
@@ -268,13 +277,17 @@ class TestStreams:
 class TestClientsThatGoAway:
     @pytest.mark.parametrize("path", ["chat/completions", "responses"])
     @pytest.mark.parametrize("stream", [False, True])
-    def test_the_call_is_cancelled(self, gateway: Gateway, key: str, rollout: StandIn, path: str, stream: bool) -> None:
+    def test_the_call_is_cancelled(
+        self, gateway: Gateway, key: str, rollout: StandIn, path: str, stream: bool
+    ) -> None:
         rollout.result = None
         body = httpx.Request("POST", "http://x", json={"messages": HELLO, "stream": stream}).content
         if path == "responses":
             body = httpx.Request("POST", "http://x", json={"input": "hello", "stream": stream}).content
         with socket.create_connection(("127.0.0.1", gateway.port), timeout=LIMIT) as connection:
-            head = f"POST /rollouts/{key}/v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = (
+                f"POST /rollouts/{key}/v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
             connection.sendall(head.encode() + body)
             assert rollout.asked.wait(LIMIT)
             if stream:
@@ -289,7 +302,9 @@ class TestClientsThatGoAway:
     ) -> None:
         rollout.result = None
         answers: list[httpx.Response] = []
-        asking = threading.Thread(target=lambda: answers.append(post(f"{gateway.base_url(key)}/chat/completions")))
+        asking = threading.Thread(
+            target=lambda: answers.append(post(f"{gateway.base_url(key)}/chat/completions"))
+        )
         asking.start()
         assert rollout.asked.wait(LIMIT)
         rollout.futures[0].cancel()
@@ -318,7 +333,9 @@ class TestConnections:
             assert kept.post(f"{base}/chat/completions", json={"messages": HELLO}).status_code == 200
             connections = []
             for number in range(250):
-                connection = idle.enter_context(socket.create_connection(("127.0.0.1", small.port), timeout=LIMIT))
+                connection = idle.enter_context(
+                    socket.create_connection(("127.0.0.1", small.port), timeout=LIMIT)
+                )
                 connections.append(connection)
                 connection.sendall(b"GET /v1/models HTTP/1.1\r\n" if number % 2 else b"")
                 if number % 50 == 0:
@@ -330,7 +347,9 @@ class TestConnections:
             # httpx opens another connection in place of the one that was closed.
             assert kept.post(f"{base}/chat/completions", json={"messages": HELLO}).status_code == 200
 
-    def test_a_call_that_is_being_answered_is_not_closed_to_make_room(self, small: Gateway, rollout: StandIn) -> None:
+    def test_a_call_that_is_being_answered_is_not_closed_to_make_room(
+        self, small: Gateway, rollout: StandIn
+    ) -> None:
         rollout.result = None
         url = f"{small.base_url(small.open(rollout))}/chat/completions"
         answers: list[int] = []
@@ -346,7 +365,8 @@ class TestConnections:
 
     @pytest.mark.parametrize(
         "words",
-        [[], [b"G"] * 1000, [b"GET / HTTP/1.1\r\n", *[b"a: b\r\n"] * 1000], [b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"]],
+        [[], [b"G"] * 1000, [b"GET / HTTP/1.1\r\n", *[b"a: b\r\n"] * 1000], [b"GET /v1/models "
+                                                                             b"HTTP/1.1\r\nhost: x\r\n\r\n"]],
     )  # fmt: skip
     def test_a_connection_without_a_whole_request_is_closed_in_time(
         self, gateway: Gateway, words: list[bytes], monkeypatch: pytest.MonkeyPatch
@@ -362,7 +382,9 @@ class TestConnections:
                         if not connection.recv(4096):
                             break
 
-    def test_a_connection_whose_answers_nobody_reads_is_closed_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_connection_whose_answers_nobody_reads_is_closed_in_time(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("lockstep.extras.agents.web.HEAD_LIMIT", 0.5)
         listening = socket.create_server
 
@@ -379,7 +401,8 @@ class TestConnections:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.settimeout(LIMIT)
             connection.connect(("127.0.0.1", made.port))
-            # The gateway reads no more requests than it answers. It closes the connection, and then nothing can be sent.
+            # The gateway reads no more requests than it answers. It closes the connection, and then nothing can be
+            # sent.
             with pytest.raises(ConnectionError):
                 connection.sendall(asked * 1000)
         made.close()
@@ -408,7 +431,9 @@ class TestConnections:
     ) -> None:
         rollout.result = ZeroDivisionError("oops")
         for stream in (False, True):
-            answer = post(f"{gateway.base_url(key)}/chat/completions", json={"messages": HELLO, "stream": stream})
+            answer = post(
+                f"{gateway.base_url(key)}/chat/completions", json={"messages": HELLO, "stream": stream}
+            )
             assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
             assert "oops" not in answer.text
         rollout.result = None

@@ -76,7 +76,9 @@ def sampled_rows(
             logprobs.append((report or draw)(logits).log_softmax(-1).gather(1, tokens))
             ids = torch.cat([ids, tokens], 1)
         values = torch.cat(logprobs, 1).tolist()
-        by_prompt.append([Row(prompt, own, v) for own, v in zip(ids[:, first:].tolist(), values, strict=True)])
+        by_prompt.append(
+            [Row(prompt, own, v) for own, v in zip(ids[:, first:].tolist(), values, strict=True)]
+        )
     return [row for pair in zip(*by_prompt, strict=True) for row in pair]
 
 

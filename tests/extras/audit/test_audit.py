@@ -51,7 +51,9 @@ def clean(model: PreTrainedModel) -> list[Row]:
 def audited(folder: Path, path: Path, *words: str) -> tuple[int, dict[str, dict[str, str]]]:
     """The exit code, and the findings by their subject."""
     report = path.with_suffix(".findings")
-    code = main(["audit", str(path), "--model", str(folder), "--dtype", "float32", "--json", str(report), *words])
+    code = main(
+        ["audit", str(path), "--model", str(folder), "--dtype", "float32", "--json", str(report), *words]
+    )
     return code, {f["about"]: f for f in json.loads(report.read_text())}
 
 
@@ -76,7 +78,9 @@ def test_columns_of_lists_and_parquet_are_read_too(folder: Path, clean: list[Row
     assert audited(folder, tmp_path / "dump.parquet")[0] == 0
 
 
-def test_a_stated_temperature_and_filter_are_scored(model: PreTrainedModel, folder: Path, tmp_path: Path) -> None:
+def test_a_stated_temperature_and_filter_are_scored(
+    model: PreTrainedModel, folder: Path, tmp_path: Path
+) -> None:
     rows = sampled_rows(model, draw=lambda logits: cut(0.9)(logits / 0.8))
     path = write(as_trl(rows), tmp_path / "dump.jsonl")
     assert audited(folder, path, "--temperature", "0.8", "--top_p", "0.9")[0] == 0
@@ -129,7 +133,9 @@ def changed(name: str, model: PreTrainedModel, clean: list[Row]) -> list[Row]:
             return with_logprobs(clean, lambda i, own: clean[(i + 2) % len(clean)].logprobs)
         case "a prompt encoded again":
             tokenizer = make_tokenizer()
-            return sampled_rows(model, seen=lambda p: tokenizer.encode(tokenizer.decode(p), add_special_tokens=False))
+            return sampled_rows(
+                model, seen=lambda p: tokenizer.encode(tokenizer.decode(p), add_special_tokens=False)
+            )
         case "bfloat16":
             half = make_model(scale=0.15, seed=3).to(torch.bfloat16).eval()
             return sampled_rows(half)
@@ -171,7 +177,9 @@ def test_each_fault_is_named(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, found = audited(folder, write(as_trl(changed(fault, model, clean)), tmp_path / "dump.jsonl"), *words)
+    code, found = audited(
+        folder, write(as_trl(changed(fault, model, clean)), tmp_path / "dump.jsonl"), *words
+    )
     assert code == 1
     assert found[about]["verdict"] == "DIFFER"
     assert says in found[about]["says"]
@@ -185,7 +193,10 @@ def test_older_weights_are_named(model: PreTrainedModel, folder: Path, tmp_path:
     assert "name older checkpoints" in audited(folder, path)[1]["weights"]["remedy"]
     code, found = audited(folder, path, "--earlier", str(tmp_path / "older"))
     assert code == 1
-    assert found["weights"]["says"] == f"staleness: the rollouts were sampled by the weights of {tmp_path / 'older'}"
+    assert (
+        found["weights"]["says"]
+        == f"staleness: the rollouts were sampled by the weights of {tmp_path / 'older'}"
+    )
 
 
 def test_one_old_tensor_is_named(model: PreTrainedModel, folder: Path, tmp_path: Path) -> None:

@@ -24,5 +24,7 @@ assert "deepspeed" not in sys.modules
 
 @pytest.mark.release
 def test_the_trainers_and_the_settings_import_no_deepspeed() -> None:
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]

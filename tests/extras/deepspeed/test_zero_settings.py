@@ -1,4 +1,6 @@
-"""What is taken of the DeepSpeed configuration of TrainingArguments or of accelerate's environment, and what is refused."""
+"""What is taken of the DeepSpeed configuration of TrainingArguments or of accelerate's environment, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ LAUNCHED = {
 USUAL: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
     "zero_optimization": {
         "stage": 3,
         "overlap_comm": True,
@@ -121,8 +126,12 @@ def test_accelerate_s_environment_may_name_a_file(tmp_path: Path) -> None:
         take_zero_settings(None, dict(named))
 
 
-@pytest.mark.parametrize("given", [{"zero_optimization": {"stage": n}} for n in range(3)] + [{"steps_per_print": 5}])
-def test_stages_below_3_leave_models_whole_and_need_no_deepspeed(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "given", [{"zero_optimization": {"stage": n}} for n in range(3)] + [{"steps_per_print": 5}]
+)
+def test_stages_below_3_leave_models_whole_and_need_no_deepspeed(
+    given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.metadata, "version", _missing)
     settings = take_zero_settings(given, {})
     assert settings is not None
@@ -139,7 +148,9 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.Monke
         take_zero_settings(STAGE, {})
 
 
-def test_another_version_gets_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_version_gets_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.18.0")
     take_zero_settings(STAGE, {})
     assert "DeepSpeed 0.18.0 is installed" in caplog.text
@@ -166,12 +177,17 @@ def test_another_version_gets_a_warning(monkeypatch: pytest.MonkeyPatch, caplog:
         ({"bf16": {"bf16_optimizer_states": True}}, r"bf16\.bf16_optimizer_states"),
         ({"communication_data_type": "bf16"}, "communication_data_type=bf16"),
         ({"prescale_gradients": True}, "prescale_gradients=True"),
-        ({"activation_checkpointing": {"partition_activations": True}}, "activation_checkpointing .*gradient_checkp"),
+        (
+            {"activation_checkpointing": {"partition_activations": True}},
+            "activation_checkpointing .*gradient_checkp",
+        ),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
     ],
 )
-def test_what_would_compute_or_hold_something_else_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+def test_what_would_compute_or_hold_something_else_is_refused_by_name(
+    changes: dict[str, Any], said: str
+) -> None:
     with pytest.raises(InputError, match=said):
         take_zero_settings(merged(USUAL, changes), {})
 
@@ -198,7 +214,10 @@ def test_the_environment_s_settings_are_refused_by_name(name: str, value: str) -
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"train_micro_batch_size_per_gpu": 8}, "train_micro_batch_size_per_gpu=8 .*per_device_train_batch_size is 4"),
+        (
+            {"train_micro_batch_size_per_gpu": 8},
+            "train_micro_batch_size_per_gpu=8 .*per_device_train_batch_size is 4",
+        ),
         ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps=1 .* is 3"),
         ({"train_batch_size": 12}, "train_batch_size=12 .* is 24"),
         ({"gradient_clipping": 0.5}, r"gradient_clipping=0\.5 .*max_grad_norm is 1\.0"),

@@ -133,7 +133,9 @@ def trainer(model: str, folder: Path, **fields: Any) -> Any:
 @pytest.mark.parametrize(
     "use_vllm", [False, pytest.param(True, marks=[*VLLM, pytest.mark.release])], ids=["transformers", "vllm"]
 )
-def test_games_are_played_in_training_and_every_move_is_proven(use_vllm: bool, player_dir: str, tmp_path: Path) -> None:
+def test_games_are_played_in_training_and_every_move_is_proven(
+    use_vllm: bool, player_dir: str, tmp_path: Path
+) -> None:
     made = trainer(player_dir, tmp_path, use_vllm=use_vllm)
     try:
         made.train()
@@ -142,11 +144,15 @@ def test_games_are_played_in_training_and_every_move_is_proven(use_vllm: bool, p
         assert line["tools/turns"] > 3
         assert line["environments/failed"] == 0
         rollouts = [rollout for group in made.loop.generation.groups for rollout in group.rollouts]
-        assert line["rewards/Blackjack-v0/mean"] == pytest.approx(sum(r.reward for r in rollouts) / len(rollouts))
+        assert line["rewards/Blackjack-v0/mean"] == pytest.approx(
+            sum(r.reward for r in rollouts) / len(rollouts)
+        )
         # Each rollout has cards of its own.
         assert len({rollout.notes["prompt"][-1]["content"] for rollout in rollouts}) == len(rollouts)
         for rollout in rollouts:
-            said = [message["content"] for message in rollout.notes["messages"] if message["role"] == "assistant"]
+            said = [
+                message["content"] for message in rollout.notes["messages"] if message["role"] == "assistant"
+            ]
             cards = [message["content"] for message in rollout.notes["messages"] if message["role"] == "user"]
             assert {move for move in MOVES if move in said}
             assert cards
@@ -157,12 +163,15 @@ def test_games_are_played_in_training_and_every_move_is_proven(use_vllm: bool, p
         made.close()
 
 
-def test_the_example_of_the_page_runs(player_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_page_runs(
+    player_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (Path(__file__).parents[3] / "docs" / "guides" / "tools.md").read_text()
     (code,) = re.findall(r"`factory = (lockstep\.extras\.environments\.textarena\.game\(.*?\))`", page)
     code = f"import lockstep.extras.environments.textarena\n\nfactory = {code}\n"
     command = (
-        "lockstep grpo --model_name_or_path MODEL --dataset_name data.jsonl --environment_factory games.py:factory"
+        "lockstep grpo --model_name_or_path MODEL --dataset_name data.jsonl --environment_factory "
+        "games.py:factory"
     )
     row = json.dumps({"prompt": [{"role": "user", "content": "Play."}]})
     monkeypatch.chdir(tmp_path)
@@ -180,6 +189,8 @@ def test_the_example_of_the_page_runs(player_dir: str, tmp_path: Path, monkeypat
 
 
 def test_a_game_that_does_not_exist_is_refused_before_training(player_dir: str, tmp_path: Path) -> None:
-    config = lockstep.GRPOConfig(output_dir=str(tmp_path), max_steps=1, use_vllm=False, bf16=False, report_to=[])
+    config = lockstep.GRPOConfig(
+        output_dir=str(tmp_path), max_steps=1, use_vllm=False, bf16=False, report_to=[]
+    )
     with pytest.raises(InputError, match=r"textarena has no game 'Chess-v9'.*before training"):
         lockstep.GRPOTrainer(player_dir, args=config, environment_factory=game("Chess-v9"))

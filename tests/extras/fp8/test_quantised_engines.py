@@ -1,4 +1,6 @@
-"""An engine that holds the weights in 8 bits is proven like any other: real vLLM, tiny models, bf16, `fp8_per_channel`."""
+"""An engine that holds the weights in 8 bits is proven like any other: real vLLM, tiny models, bf16,
+`fp8_per_channel`.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def layer_of(engine: VLLMInProcess, name: str = LAST) -> Any:
     return model.get_submodule(name)
 
 
-# ---- a push ---------------------------------------------------------------------------------------------------------
+# ---- a push ------------------------------------------------------------------------------------------------------
 
 
 def test_every_push_is_quantised_anew_to_the_bit(engine: VLLMInProcess) -> None:
@@ -88,7 +90,8 @@ def test_a_layer_with_other_codes_or_scales_is_named(engine: VLLMInProcess, faul
             layer.weight_scale.copy_(older[1])
             found = "module_probe"
         elif fault == "exact":
-            # A weight that moves within the step of its scale: no probe can see it in the noise of 8 bits, but the bytes differ.
+            # A weight that moves within the step of its scale: no probe can see it in the noise of 8 bits, but the
+            # bytes differ.
             layer.weight.view(torch.uint8)[3] ^= 1
         else:
             layer.weight_scale.view(torch.int32)[2] += 1
@@ -102,7 +105,9 @@ def test_a_layer_with_other_codes_or_scales_is_named(engine: VLLMInProcess, faul
     pusher.probe(8)
 
 
-def test_two_layers_in_each_others_place_and_a_layer_that_is_not_quantised_are_named(engine: VLLMInProcess) -> None:
+def test_two_layers_in_each_others_place_and_a_layer_that_is_not_quantised_are_named(
+    engine: VLLMInProcess,
+) -> None:
     moved = perturbed(make_model(), 0.5, seed=9)
     pusher = pusher_of(moved, engine)
     pusher.push(9)
@@ -138,11 +143,13 @@ def test_an_error_of_the_size_of_a_step_is_found_in_a_tensor_that_was_sent(engin
     assert record.failed == [f"{LAST}.weight"]
 
 
-# ---- settings -------------------------------------------------------------------------------------------------------
+# ---- settings ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asked", [None, "fp8_per_block"])
-def test_an_engine_in_another_scheme_than_the_runs_is_refused(engine: VLLMInProcess, asked: str | None) -> None:
+def test_an_engine_in_another_scheme_than_the_runs_is_refused(
+    engine: VLLMInProcess, asked: str | None
+) -> None:
     def expected(scheme: str | None) -> Any:
         return expected_settings(make_model(), None, torch.bfloat16, 8, quantization=scheme)
 
@@ -157,7 +164,10 @@ def test_an_engine_in_another_scheme_than_the_runs_is_refused(engine: VLLMInProc
     ("fields", "message"),
     [
         ({"quantization": "fp8", "dtype": torch.bfloat16}, "it must be fp8_per_channel"),
-        ({"quantization": SCHEME, "dtype": torch.float32}, "half-precision models only.*engine_dtype=bfloat16"),
+        (
+            {"quantization": SCHEME, "dtype": torch.float32},
+            "half-precision models only.*engine_dtype=bfloat16",
+        ),
         ({"engine_kwargs": {"quantization": SCHEME}, "dtype": torch.bfloat16}, "vllm_quantization"),
     ],
 )
@@ -168,7 +178,7 @@ def test_what_could_not_be_proven_is_refused_before_the_engine_starts(
         VLLMInProcess(untied_dir, max_model_len=CONTEXT, **fields)
 
 
-# ---- the gap --------------------------------------------------------------------------------------------------------
+# ---- the gap -----------------------------------------------------------------------------------------------------
 
 
 def test_the_trainer_in_8_bits_computes_a_layer_as_the_engine_does(engine: VLLMInProcess) -> None:
@@ -182,7 +192,9 @@ def test_the_trainer_in_8_bits_computes_a_layer_as_the_engine_does(engine: VLLMI
     ours = quantised_linear(inputs, weight, None)
     torch.testing.assert_close(theirs.float(), ours, rtol=2.0**-8, atol=1e-3)
     # Without the quantisation of the inputs it is another product.
-    assert (theirs.float() - inputs.float() @ weight.values().T).abs().max() > 10 * (theirs.float() - ours).abs().max()
+    assert (theirs.float() - inputs.float() @ weight.values().T).abs().max() > 10 * (
+        theirs.float() - ours
+    ).abs().max()
 
 
 def test_the_limits_are_those_of_the_dtypes_plus_what_quantisation_explains(engine: VLLMInProcess) -> None:
@@ -217,7 +229,11 @@ def test_an_engine_that_cannot_leave_its_inputs_as_they_are_is_told_once(
     pusher.push(13, canary=True)
     assert isinstance(pusher.extension, QuantisedPush)
     assert pusher.extension.error.with_whole_inputs is None
-    (line,) = [record.message for record in caplog.records if "without quantised inputs is left out" in record.message]
+    (line,) = [
+        record.message
+        for record in caplog.records
+        if "without quantised inputs is left out" in record.message
+    ]
     assert "enforce_eager" in line
 
 
@@ -243,7 +259,9 @@ def test_experts_in_8_bits_are_refused(engine: VLLMInProcess, monkeypatch: pytes
     found = engine.modules(tuple(n for n, _ in make_model().named_parameters()))
     other = replace(found, probed={n: replace(m, quantization="Other") for n, m in found.probed.items()})
     monkeypatch.setattr(engine, "modules", lambda names: other)
-    with pytest.raises(InputError, match=r"by Other, which cannot be proven yet.*leave vllm_quantization out"):
+    with pytest.raises(
+        InputError, match=r"by Other, which cannot be proven yet.*leave vllm_quantization out"
+    ):
         ModuleProbe(make_model(), engine, torch.bfloat16)
 
 

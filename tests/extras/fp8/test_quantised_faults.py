@@ -30,7 +30,9 @@ CAUGHT_BY = {
 
 @pytest.mark.release
 def test_every_fault_of_weights_in_8_bits_is_caught(untied_dir: str, tmp_path: Path) -> None:
-    with stage_on(untied_dir, tmp_path, use_vllm=True, bf16=True, vllm_quantization="fp8_per_channel") as stage:
+    with stage_on(
+        untied_dir, tmp_path, use_vllm=True, bf16=True, vllm_quantization="fp8_per_channel"
+    ) as stage:
         control, *verdicts = run_self_test(stage, lambda name: None, QUANTISED_FAULTS)
     assert not control.caught_by, control.message
     assert not [v for v in verdicts if v.skipped]
@@ -38,7 +40,9 @@ def test_every_fault_of_weights_in_8_bits_is_caught(untied_dir: str, tmp_path: P
 
 
 def test_every_row_of_a_verification_passes_in_8_bits(untied_dir: str, tmp_path: Path) -> None:
-    with stage_on(untied_dir, tmp_path, use_vllm=True, bf16=True, vllm_quantization="fp8_per_channel") as stage:
+    with stage_on(
+        untied_dir, tmp_path, use_vllm=True, bf16=True, vllm_quantization="fp8_per_channel"
+    ) as stage:
         # The engine now has keys and values of these prompts that were computed with inputs in 8 bits.
         stage.step()
         rows = [*semantics(stage), *parity_by_dtype(stage)]
@@ -53,7 +57,9 @@ def test_every_row_of_a_verification_passes_in_8_bits(untied_dir: str, tmp_path:
 @pytest.mark.release
 def test_the_faults_of_other_engines_are_caught_in_8_bits_too(untied_dir: str, tmp_path: Path) -> None:
     faults = (*TOKEN_FAULTS, *WEIGHT_FAULTS, *LOGPROB_FAULTS, *STEP_FAULTS)
-    with stage_on(untied_dir, tmp_path, use_vllm=True, bf16=True, vllm_quantization="fp8_per_channel") as stage:
+    with stage_on(
+        untied_dir, tmp_path, use_vllm=True, bf16=True, vllm_quantization="fp8_per_channel"
+    ) as stage:
         control, *verdicts = run_self_test(stage, lambda name: None, faults)
     assert not control.caught_by, control.message
     injected = [v for v in verdicts if not v.skipped]

@@ -25,7 +25,9 @@ LAST = "model.layers.1.mlp.down_proj"
 
 
 def test_a_code_is_off_by_at_most_half_a_step_and_each_row_has_its_scale() -> None:
-    numbers = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 3, 64)[:, None]
+    numbers = (
+        torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 3, 64)[:, None]
+    )
     numbers[5] = 0
     found = quantised_rows(numbers)
     # Smaller numbers have fewer bits of mantissa.

@@ -1,4 +1,6 @@
-"""A generation object that records the result of each call, and the log-probs of a plain forward with the same weights."""
+"""A generation object that records the result of each call, and the log-probs of a plain forward with the same
+weights.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Recording(LockstepGeneration):
         assert token_ids == [[[token] for token in row] for row in completion_ids]
         plain = [plain_logps(self.model, p, c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
         rows = [[value for (value,) in row] for row in logprobs]
-        self.calls.append(Call([list(p) for p in prompts], prompt_ids, completion_ids, rows, plain, self.version))
+        self.calls.append(
+            Call([list(p) for p in prompts], prompt_ids, completion_ids, rows, plain, self.version)
+        )
         return found
 
 
@@ -67,7 +71,12 @@ def train(generation: Any, model: str, folder: Any, peft_config: Any = None, **s
         "max_steps": 3,
         "learning_rate": 1e-2,
     }
-    args |= {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "logging_steps": 1}
+    args |= {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "logging_steps": 1,
+    }
     args |= {"bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     try:
         trainer = trl.GRPOTrainer(

@@ -111,7 +111,9 @@ def test_a_regular_expression_is_followed_and_its_meaning_for_trl_is_said(settin
             **setting.common, engine=setting.engine, structured_outputs_regex="[0-9]{2} [a-c]"
         )
     _, completion_ids, _, _ = generation.generate(PROMPTS, None, 2)
-    texts = [setting.common["processing_class"].decode(ids, skip_special_tokens=True) for ids in completion_ids]
+    texts = [
+        setting.common["processing_class"].decode(ids, skip_special_tokens=True) for ids in completion_ids
+    ]
     assert all(re.fullmatch("[0-9]{0,2}|[0-9]{2} [a-c]?", text) for text in texts), texts
 
 
@@ -146,7 +148,9 @@ REFUSED = [
 
 def test_an_adapter_that_cannot_be_merged_is_refused(setting: Setting) -> None:
     peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(setting.model, peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    adapted = peft.get_peft_model(
+        setting.model, peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+    )
     with pytest.raises(InputError, match="LoRA"):
         setting.make(model=adapted)
 

@@ -1,6 +1,7 @@
 """TRL's own trainer on our engines with images: the engine computes with the pixels that TRL's trainer computes with.
 
-The model is an Idefics3, because the processors of the other families need torchvision, which this environment leaves out.
+The model is an Idefics3, because the processors of the other families need torchvision, which this environment leaves
+out.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def by_length(completions: list[Any], **_: Any) -> list[float]:
     return [float(len(set(completion[0]["content"]))) for completion in completions]
 
 
-def test_trls_trainer_learns_from_images(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trls_trainer_learns_from_images(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import trl.trainer.grpo_trainer
 
     seen: list[list[int]] = []
@@ -54,9 +57,13 @@ def test_trls_trainer_learns_from_images(folder: str, tmp_path: Path, monkeypatc
         return sample(requests, *rest)
 
     monkeypatch.setattr(engine, "generate", counted)
-    monkeypatch.setattr(trl.trainer.grpo_trainer, "VLLMGeneration", partial(LockstepGeneration, engine=engine))
+    monkeypatch.setattr(
+        trl.trainer.grpo_trainer, "VLLMGeneration", partial(LockstepGeneration, engine=engine)
+    )
     prompt = [{"role": "user", "content": "what is it"}]
-    rows = [{"prompt": prompt, "images": [picture(i), picture(i + 50, 16, 16)][: 1 + i % 2]} for i in range(8)]
+    rows = [
+        {"prompt": prompt, "images": [picture(i), picture(i + 50, 16, 16)][: 1 + i % 2]} for i in range(8)
+    ]
     fields: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 2}
     fields |= {"max_completion_length": 6, "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none"}
     fields |= {"bf16": False, "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "use_vllm": True}
@@ -88,7 +95,9 @@ def test_images_that_are_not_those_of_the_ids_are_refused(folder: str) -> None:
         processing_class=processor,
         engine=engine,
     )
-    with pytest.raises(InputError, match="prompt 1 has 0 ids that stand for parts of images, and its 1 images have 20"):
+    with pytest.raises(
+        InputError, match="prompt 1 has 0 ids that stand for parts of images, and its 1 images have 20"
+    ):
         generation.generate([[5, 6], [7, 8]], [None, [picture(0, 16, 16)]], 2)
     placeholder = processor.tokenizer.convert_tokens_to_ids("<image>")
     with pytest.raises(InputError, match="prompt 0 has 1 ids"):
@@ -102,7 +111,8 @@ def test_each_picture_goes_to_the_rank_with_the_engine_once_and_unchanged(folder
     images = [[one, two], [one, two], None, [two]]
     mark = "<image>"
     prompts = [
-        processor(text=mark * len(own or []) + "what", images=own)["input_ids"][0] if own else [5, 6] for own in images
+        processor(text=mark * len(own or []) + "what", images=own)["input_ids"][0] if own else [5, 6]
+        for own in images
     ]
     part = reader.part(prompts, images)
     assert len(part["pictures"]) == 2
@@ -110,9 +120,14 @@ def test_each_picture_goes_to_the_rank_with_the_engine_once_and_unchanged(folder
     assert [ids.tolist() for ids, _ in placed] == [list(ids) for ids in prompts]
     assert placed[2][1] is None
     shown = [own for _, own in placed if own is not None]
-    pixels = [processor.image_processor(images=[image], return_tensors="pt")["pixel_values"][0] for image in (one, two)]
+    pixels = [
+        processor.image_processor(images=[image], return_tensors="pt")["pixel_values"][0]
+        for image in (one, two)
+    ]
     for own, expected in zip(shown, (pixels, pixels, pixels[1:]), strict=True):
-        assert all(torch.equal(p.pixel_values, found) for p, found in zip(own.pictures, expected, strict=True))
+        assert all(
+            torch.equal(p.pixel_values, found) for p, found in zip(own.pictures, expected, strict=True)
+        )
     (first, _) = part["pictures"].values()
     first["pixel_values"] = first["pixel_values"] + 1
     with pytest.raises(LockstepError, match="a picture changed on its way"):

@@ -26,7 +26,15 @@ def run_ranks(model: str, folder: Path, *arguments: str, limit: float) -> Result
     ranks = []
     for rank in ("0", "1"):
         with (folder / f"{rank}.log").open("w") as log:
-            command = [sys.executable, str(SCRIPT), rank, port, model, str(folder / f"{rank}.json"), *arguments]
+            command = [
+                sys.executable,
+                str(SCRIPT),
+                rank,
+                port,
+                model,
+                str(folder / f"{rank}.json"),
+                *arguments,
+            ]
             ranks.append(Program(command, stdout=log, stderr=log, env={**os.environ, KEY_VARIABLE: KEY}))
     try:
         for process in ranks:
@@ -76,7 +84,9 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("engine", "case"), CALLS)
-def test_each_rank_gets_the_answers_to_its_own_prompts(request: pytest.FixtureRequest, engine: str, case: str) -> None:
+def test_each_rank_gets_the_answers_to_its_own_prompts(
+    request: pytest.FixtureRequest, engine: str, case: str
+) -> None:
     results, asked = request.getfixturevalue(engine), ASKED[case]
     for found, own in zip(results, asked, strict=True):
         assert found[case]["prompt_ids"] == own
@@ -138,7 +148,9 @@ def test_a_call_that_goes_on_after_a_completion_is_refused_before_it_waits(resul
         )
 
 
-def test_a_rank_that_calls_a_tool_alone_is_refused_and_the_other_rank_does_not_wait_on(tmp_path: Path) -> None:
+def test_a_rank_that_calls_a_tool_alone_is_refused_and_the_other_rank_does_not_wait_on(
+    tmp_path: Path,
+) -> None:
     """Rank 0 is in a collective of TRL, whose own limit is half an hour."""
     pytest.importorskip("trl", reason="TRL is not installed here")
     waited, refused = run_ranks("unused", tmp_path, "tools", limit=300)

@@ -46,7 +46,9 @@ def test_trls_trainer_learns_from_proven_tokens_of_real_vllm(untied_dir: str, tm
         assert len({tuple(ids) for ids in call.completion_ids}) > len(call.asked) // 4
         assert call.worst < 1e-4
     before = AutoModelForCausalLM.from_pretrained(untied_dir).state_dict()
-    moved = [name for name, now in trainer.model.state_dict().items() if not torch.equal(now.cpu(), before[name])]
+    moved = [
+        name for name, now in trainer.model.state_dict().items() if not torch.equal(now.cpu(), before[name])
+    ]
     assert len(moved) == len(before)
     # This is TRL's own measure, over the tokens of each step.
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
@@ -56,7 +58,9 @@ def test_trls_trainer_learns_from_proven_tokens_of_real_vllm(untied_dir: str, tm
     assert generation.proof.push.version == 3
 
 
-def test_trls_trainer_learns_an_adapter_whose_merged_weights_are_proven(untied_dir: str, tmp_path: Path) -> None:
+def test_trls_trainer_learns_an_adapter_whose_merged_weights_are_proven(
+    untied_dir: str, tmp_path: Path
+) -> None:
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
     engine = start("transformers", untied_dir)
@@ -68,7 +72,11 @@ def test_trls_trainer_learns_an_adapter_whose_merged_weights_are_proven(untied_d
     # The base weights stay as they are, to the bit, and the engine has others.
     base = AutoModelForCausalLM.from_pretrained(untied_dir, dtype=torch.float32).state_dict()
     inner = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
-    own = {name.replace(".base_layer", ""): value for name, value in inner.state_dict().items() if ".lora_" not in name}
+    own = {
+        name.replace(".base_layer", ""): value
+        for name, value in inner.state_dict().items()
+        if ".lora_" not in name
+    }
     assert all(torch.equal(own[name].cpu(), value) for name, value in base.items())
     sent = engine.model.state_dict()  # type: ignore[attr-defined]
     assert not torch.equal(

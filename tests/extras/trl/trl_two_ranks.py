@@ -18,7 +18,13 @@ sys.path[:0] = [str(Path(__file__).parents[2])]
 
 def main() -> None:
     rank, port, model, out, *server = sys.argv[1:]
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TQDM_DISABLE": "1"}
     if server == ["split"]:
         results = with_split_engine(model, Path(out))
@@ -47,7 +53,12 @@ def with_server(rank: int, model: str, out: Path, url: str) -> Any:
     """Run TRL's trainer on both ranks, and then call its generation object directly."""
     from recording import Recording, train
 
-    settings = {"vllm_mode": "server", "vllm_server_base_url": url, "max_steps": 2, "per_device_train_batch_size": 4}
+    settings = {
+        "vllm_mode": "server",
+        "vllm_server_base_url": url,
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+    }
     trainer = train(Recording, model, out.parent / "run", **settings)
     generation = trainer.vllm_generation
     weights = [float(p.double().sum()) for p in generation.model.parameters()]
@@ -78,7 +89,10 @@ def with_split_engine(model: str, out: Path) -> Any:
 
 
 def with_tools(rank: int, folder: Path) -> Any:
-    """Run TRL's trainer with a tool on both ranks. Rank 0 leaves TRL's tool loop before the first call, and rank 1 makes one."""
+    """Run TRL's trainer with a tool on both ranks.
+
+    Rank 0 leaves TRL's tool loop before the first call, and rank 1 makes one.
+    """
     import trl
     import trl.trainer.grpo_trainer
     from caller import multiply, save_caller

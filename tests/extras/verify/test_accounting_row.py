@@ -1,4 +1,6 @@
-"""The row "exact accounting" measures the accounting alone: a clean trainer gives almost 0 in any dtype, and a fault does not."""
+"""The row "exact accounting" measures the accounting alone: a clean trainer gives almost 0 in any dtype, and a fault
+does not.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ SAMPLES = 3
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def stage(request: pytest.FixtureRequest, untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    engine = TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=request.param, max_model_len=CONTEXT)
+def stage(
+    request: pytest.FixtureRequest, untied_dir: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stage]:
+    engine = TransformersEngine(
+        untied_dir, load_tokenizer(untied_dir), dtype=request.param, max_model_len=CONTEXT
+    )
     folder = tmp_path_factory.mktemp("stage")
     with stage_on(untied_dir, folder, engine, bf16=request.param == torch.bfloat16) as found:
         yield found

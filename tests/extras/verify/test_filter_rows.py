@@ -35,7 +35,9 @@ def sampled(sampling: Sampling, model: Any, extra: int = 0) -> Completion:
         ids.append(int(kept[drawn]))
         logprobs.append(float(logps[drawn]))
         sets.append(kept.tolist())
-    kept_ids = KeptIds([i for one in sets for i in one], torch.tensor([len(one) for one in sets]).cumsum(0).numpy())
+    kept_ids = KeptIds(
+        [i for one in sets for i in one], torch.tensor([len(one) for one in sets]).cumsum(0).numpy()
+    )
     versions = [1] * len(logprobs)
     return Completion(RequestKey("p", 0), ids[:3], ids[3:], logprobs, versions, "length", kept_ids=kept_ids)
 
@@ -78,4 +80,7 @@ def test_a_row_says_that_an_engine_in_8_bits_goes_on_to_quantise_its_inputs() ->
         engine=SimpleNamespace(settings=lambda: SimpleNamespace(searches_top_p=False)),
         trainer=SimpleNamespace(proofs=SimpleNamespace(engine_dtype=torch.float32, limit=half)),
     )
-    assert "; inputs in 8 bits, wider limits" in semantics_row(stage, "top-p 0.9", Distribution(ASKED), False).figure
+    assert (
+        "; inputs in 8 bits, wider limits"
+        in semantics_row(stage, "top-p 0.9", Distribution(ASKED), False).figure
+    )

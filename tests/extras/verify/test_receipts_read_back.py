@@ -99,7 +99,9 @@ def test_a_run_is_explained(run_dir: Path, capsys: pytest.CaptureFixture[str]) -
     assert "canary gap mean" in out
 
 
-def test_a_broken_receipt_is_not_explained(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_receipt_is_not_explained(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = (run_dir / "receipt.jsonl").read_text().splitlines()
     (tmp_path / "receipt.jsonl").write_text("\n".join([lines[0], *lines[2:]]) + "\n")
     assert main(["verify", "--explain", str(tmp_path)]) == 2
@@ -119,7 +121,9 @@ def test_in_half_precision_the_receipt_has_the_means_that_were_judged_also_after
     }
 
     def run(steps: int, checkpoint: bool) -> list[dict[str, Any]]:
-        engine = TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.bfloat16, max_model_len=CONTEXT)
+        engine = TransformersEngine(
+            untied_dir, load_tokenizer(untied_dir), dtype=torch.bfloat16, max_model_len=CONTEXT
+        )
         trainer = GRPOTrainer(
             untied_dir, lambda completions, **_: [float(i % 2) for i in range(len(completions))],
             config(tmp_path, max_steps=steps, **fields), data, engine=engine,
@@ -140,7 +144,9 @@ def test_in_half_precision_the_receipt_has_the_means_that_were_judged_also_after
     judged = first["judged"]
     assert judged["tokens"] == sum(line["checked_tokens"] for line in pooled) >= PooledGap.enough
     assert judged["k3"] == pytest.approx(sum(line["sum_k3"] for line in pooled) / judged["tokens"])
-    assert judged["mean_abs_gap"] == pytest.approx(sum(line["sum_abs_gap"] for line in pooled) / judged["tokens"])
+    assert judged["mean_abs_gap"] == pytest.approx(
+        sum(line["sum_abs_gap"] for line in pooled) / judged["tokens"]
+    )
     # One token may have the largest allowed gap, so the limit on a mean has room for it.
     assert 0.15 < judged["mean_allowed"] < 0.16
     assert judged["k3_allowed"] > 0.02

@@ -87,9 +87,21 @@ def test_the_self_test_also_runs_with_several_steps_per_generation_and_with_gene
     (fault,) = [f for f in self_test.faults_of_runs() if f.id == "M2"]
     # `tests/faults/` injects all of them.
     monkeypatch.setattr(self_test, "faults_of_runs", lambda: (fault,))
-    monkeypatch.setattr(self_test, "run_self_test", lambda stage, progress: [self_test.Verdict("-", "nothing")])
+    monkeypatch.setattr(
+        self_test, "run_self_test", lambda stage, progress: [self_test.Verdict("-", "nothing")]
+    )
     file = tmp_path / "verdicts.json"
-    words = ["verify", "--model", untied_dir, "--engine", "transformers", "--dtype", "float32", "--json", str(file)]
+    words = [
+        "verify",
+        "--model",
+        untied_dir,
+        "--engine",
+        "transformers",
+        "--dtype",
+        "float32",
+        "--json",
+        str(file),
+    ]
     assert main([*words, "--self-test"]) == 0
     found = json.loads(file.read_text())
     assert (found["passed"], found["injected"], found["caught"]) == (True, 2, 2)
@@ -108,7 +120,17 @@ def test_a_self_test_that_is_ended_early_leaves_what_it_has_found(
 
     monkeypatch.setattr(self_test, "run_self_test", ends_early)
     file = tmp_path / "verdicts.json"
-    words = ["verify", "--model", untied_dir, "--engine", "transformers", "--dtype", "float32", "--json", str(file)]
+    words = [
+        "verify",
+        "--model",
+        untied_dir,
+        "--engine",
+        "transformers",
+        "--dtype",
+        "float32",
+        "--json",
+        str(file),
+    ]
     assert main([*words, "--self-test"]) != 0
     found = json.loads(file.read_text())
     assert (found["injected"], found["caught"], found["passed"], found["ended"]) == (1, 1, False, False)
@@ -116,12 +138,33 @@ def test_a_self_test_that_is_ended_early_leaves_what_it_has_found(
 
 def test_the_runs_own_filters_are_verified_beside_the_fixed_ones(untied_dir: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    words = ["verify", "--model", untied_dir, "--engine", "transformers", "--dtype", "float32", "--json", str(file)]
-    filters = ["--top_p", "0.9", "--repetition_penalty", "1.2", "--vllm_structured_outputs_regex", "[a-z ]{4,60}"]
+    words = [
+        "verify",
+        "--model",
+        untied_dir,
+        "--engine",
+        "transformers",
+        "--dtype",
+        "float32",
+        "--json",
+        str(file),
+    ]
+    filters = [
+        "--top_p",
+        "0.9",
+        "--repetition_penalty",
+        "1.2",
+        "--vllm_structured_outputs_regex",
+        "[a-z ]{4,60}",
+    ]
     assert main([*words, *filters]) == 0
     rows = json.loads(file.read_text())["rows"]
     place = ROWS.index("draws")
-    assert [row["proof"] for row in rows] == [*ROWS[:place], "log-probs, the run's own settings", *ROWS[place:]]
+    assert [row["proof"] for row in rows] == [
+        *ROWS[:place],
+        "log-probs, the run's own settings",
+        *ROWS[place:],
+    ]
     assert rows[place]["details"]["tokens"] > 20
 
 
@@ -131,7 +174,10 @@ def test_the_runs_own_filters_are_verified_beside_the_fixed_ones(untied_dir: str
 @needs_vllm
 def test_the_packaged_model_passes_every_row(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    assert main(["verify", "--config", "recipes/arithmetic.yaml", "--dtype", "float32", "--json", str(file)]) == 0
+    assert (
+        main(["verify", "--config", "recipes/arithmetic.yaml", "--dtype", "float32", "--json", str(file)])
+        == 0
+    )
     found = json.loads(file.read_text())
     assert [row["proof"] for row in found["rows"]] == ROWS
     (probe,) = [row for row in found["rows"] if row["proof"] == "module probe"]
@@ -171,7 +217,9 @@ def test_settings_that_differ_are_a_failed_row_with_the_fix(
 
     only("settings handshake")
     real = TransformersEngine.settings
-    monkeypatch.setattr(TransformersEngine, "settings", lambda self: replace(real(self), logprobs_mode="raw_logprobs"))
+    monkeypatch.setattr(
+        TransformersEngine, "settings", lambda self: replace(real(self), logprobs_mode="raw_logprobs")
+    )
     assert main(["verify", "--model", untied_dir, "--engine", "transformers", "--dtype", "float32"]) == 1
     out = capsys.readouterr().out
     assert "FAIL" in out
@@ -190,24 +238,52 @@ def test_a_failed_check_does_not_end_the_others(
     only("vocabulary", "token echo", "finish reasons", "training step")
     monkeypatch.setitem(CHECKS, "token echo", fails)
     file = tmp_path / "rows.json"
-    words = ["verify", "--model", untied_dir, "--engine", "transformers", "--dtype", "float32", "--json", str(file)]
+    words = [
+        "verify",
+        "--model",
+        untied_dir,
+        "--engine",
+        "transformers",
+        "--dtype",
+        "float32",
+        "--json",
+        str(file),
+    ]
     assert main(words) == 1
     rows = json.loads(file.read_text())["rows"]
     assert [row["proof"] for row in rows] == [name for name in ROWS if name in CHECKS]
     assert [row["proof"] for row in rows if not row["passed"]] == ["token echo"]
 
 
-def test_the_users_own_prompts_are_verified(untied_dir: str, tmp_path: Path, only: Callable[..., None]) -> None:
+def test_the_users_own_prompts_are_verified(
+    untied_dir: str, tmp_path: Path, only: Callable[..., None]
+) -> None:
     only("chat template", "token echo", "finish reasons")
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"hello world {i}"}) + "\n" for i in range(4)))
-    words = ["verify", "--model", untied_dir, "--engine", "transformers", "--dtype", "float32", "--plain-prompts"]
+    words = [
+        "verify",
+        "--model",
+        untied_dir,
+        "--engine",
+        "transformers",
+        "--dtype",
+        "float32",
+        "--plain-prompts",
+    ]
     assert main([*words, "--dataset_name", str(data)]) == 0
 
 
 def test_a_run_that_interrupts_thinking_can_be_verified(capsys: pytest.CaptureFixture[str]) -> None:
     # The completions of the stage are shorter than the thinking of such a run.
-    words = ["--max_thinking_length", "4096", "--min_thinking_length", "2048", "--max_completion_length", "8192"]
+    words = [
+        "--max_thinking_length",
+        "4096",
+        "--min_thinking_length",
+        "2048",
+        "--max_completion_length",
+        "8192",
+    ]
     assert main(["verify", "--model", "./nowhere", "--dry_run", *words]) == 0
     assert "max_thinking_length: null" in capsys.readouterr().out
 
@@ -252,7 +328,9 @@ class TestBadInput:
     def test_a_dtype_that_nobody_knows(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
         self.refused(["--model", untied_dir, "--dtype", "int3"], capsys, "'int3'", "bfloat16")
 
-    def test_a_tokenizer_without_a_chat_template(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_tokenizer_without_a_chat_template(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         make_model().save_pretrained(tmp_path)
         tokenizer = make_tokenizer()
         tokenizer.chat_template = None
@@ -270,7 +348,9 @@ class TestBadInput:
 
     @pytest.mark.vllm
     @needs_vllm
-    def test_a_model_that_the_engine_cannot_load(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_model_that_the_engine_cannot_load(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         from transformers import AutoModelForCausalLM, Qwen2Config
 
         # Attention heads of 16, which vLLM's CPU kernels do not have.
@@ -282,7 +362,9 @@ class TestBadInput:
         make_tokenizer().save_pretrained(tmp_path)
         self.refused(["--model", str(tmp_path), "--engine", "vllm"], capsys, "vLLM cannot load")
 
-    def test_sampling_that_training_refuses(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_sampling_that_training_refuses(
+        self, untied_dir: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         self.refused(["--model", untied_dir, "--top_p", "0"], capsys, "top_p=0.0; it must be above 0.0")
 
     def test_a_missing_receipt(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

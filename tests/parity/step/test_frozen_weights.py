@@ -39,7 +39,13 @@ def make(untied_dir: str, hf_engine: Engine, tmp_path: Path) -> Make:
     def made(case: str = "GRPO", **arguments: Any) -> Any:
         method, fields, adapted = CASES[case]
         return methods.make(
-            method, untied_dir, tmp_path, hf_engine, fields, **({"peft_config": lora()} if adapted else {}), **arguments
+            method,
+            untied_dir,
+            tmp_path,
+            hf_engine,
+            fields,
+            **({"peft_config": lora()} if adapted else {}),
+            **arguments,
         )
 
     return made
@@ -69,7 +75,9 @@ class AtStep(TrainerCallback):
 def test_a_frozen_weight_that_moves_stops_the_run_and_is_named(make: Make, case: str) -> None:
     run = make(case)
     frozen = methods.reference_of(run) or run.model
-    name, moved = next((n, p) for n, p in frozen.named_parameters() if "down_proj" in n and not p.requires_grad)
+    name, moved = next(
+        (n, p) for n, p in frozen.named_parameters() if "down_proj" in n and not p.requires_grad
+    )
     run.add_callback(AtStep(lambda: moved[0, :4].mul_(1.01)))
     with pytest.raises(ProofError, match=rf"have changed before version 1, (reference\.)?{name} among them"):
         run.train()

@@ -1,4 +1,6 @@
-"""What is learned is what was sampled: every pack holds the sealed ids, places and log-probs, and each change is refused."""
+"""What is learned is what was sampled: every pack holds the sealed ids, places and log-probs, and each change is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ PACKINGS = {"trees": pack_sequences, "rows": pack_rows}
 
 
 def groups(seed: int = 0) -> list[RolloutGroup]:
-    """Three prompts with common beginnings, and completions of few distinct ids, some of them inserted or in a second branch."""
+    """Three prompts with common beginnings, and completions of few distinct ids, some of them inserted or in a second
+    branch.
+    """
     rng = np.random.default_rng(seed)
 
     def completion(key: RequestKey, prompt: Any, *, inserts: bool) -> Completion:
@@ -49,7 +53,9 @@ def groups(seed: int = 0) -> list[RolloutGroup]:
         for sample in range(4):
             key = RequestKey(prompt.prompt_id, sample)
             first = completion(key, prompt.ids, inserts=bool(sample % 2))
-            further = (completion(key._replace(call=2), [*prompt.ids, 4, 5], inserts=True),) if sample == 3 else ()
+            further = (
+                (completion(key._replace(call=2), [*prompt.ids, 4, 5], inserts=True),) if sample == 3 else ()
+            )
             rollout = Rollout(first, f"text of {key}", further=further)
             rollouts.append(replace(rollout, seal=seal_of(rollout, prompt)))
         found.append(RolloutGroup(prompt, tuple(rollouts)))
@@ -66,7 +72,9 @@ def proof_of(made: list[RolloutGroup], *, own_forward: bool = False, size: int =
     return sampled_tokens(made, old, size, own_forward=own_forward)  # type: ignore[arg-type]
 
 
-def enter(proof: SampledTokens, sequences: list[TrainingSequence], packing: str, budget: int = 10_000) -> None:
+def enter(
+    proof: SampledTokens, sequences: list[TrainingSequence], packing: str, budget: int = 10_000
+) -> None:
     """Compare sequences as packs."""
     for pack in PACKINGS[packing](sequences, budget):
         check_entering(proof, batch_of(pack))
@@ -128,7 +136,9 @@ def test_a_sequence_that_was_changed_is_named(change: str, packing: str) -> None
 
 TENSORS: dict[str, Callable[[Pack], Pack]] = {
     "targets": lambda pack: replace(pack, targets=pack.targets.roll(1)),
-    "input ids": lambda pack: replace(pack, input_ids=pack.input_ids.clone().index_fill_(1, torch.tensor([1]), 50)),
+    "input ids": lambda pack: replace(
+        pack, input_ids=pack.input_ids.clone().index_fill_(1, torch.tensor([1]), 50)
+    ),
     "positions": lambda pack: replace(pack, position_ids=pack.position_ids + (pack.position_ids > 2)),
     "predictors": lambda pack: replace(pack, predictors=pack.predictors.roll(1)),
     "who sees whom": lambda pack: replace(pack, ends=torch.full_like(pack.ends, len(pack.ends))),  # type: ignore[arg-type]
@@ -178,10 +188,14 @@ def test_text_and_row_are_those_of_the_sampling() -> None:
         ),
     }
     for group in wrong.values():
-        with pytest.raises(ProofError, match="rollout 0 of prompt p0 was scored with another text or row than its own"):
+        with pytest.raises(
+            ProofError, match="rollout 0 of prompt p0 was scored with another text or row than its own"
+        ):
             proof_of([group, *others])
     with pytest.raises(ProofError, match="it has no seal"):
-        proof_of([replace(first, rollouts=(replace(first.rollouts[0], seal=None), *first.rollouts[1:])), *others])
+        proof_of(
+            [replace(first, rollouts=(replace(first.rollouts[0], seal=None), *first.rollouts[1:])), *others]
+        )
 
 
 def test_the_forward_of_a_first_step_repeats_the_scoring_pass() -> None:
@@ -193,7 +207,9 @@ def test_the_forward_of_a_first_step_repeats_the_scoring_pass() -> None:
     check_repeated(difference(logps + 1e-5), limit, 4)
     check_repeated(GapStats(), limit, 4)
     for wrong in (logps * 1.01, logps.roll(1)):
-        with pytest.raises(ProofError, match="generation of version 4, 40 tokens have other log-probs") as caught:
+        with pytest.raises(
+            ProofError, match="generation of version 4, 40 tokens have other log-probs"
+        ) as caught:
             check_repeated(difference(wrong), limit, 4)
         assert caught.value.check == "forward"
 
@@ -202,7 +218,9 @@ def test_a_forward_that_differs_from_a_plain_one_is_refused() -> None:
     model, distribution = make_model(), Distribution(Sampling(16, temperature=0.7))
     ids = np.random.default_rng(0).integers(4, 300, 24)
     mask = np.arange(16) % 5 != 1
-    completion = Completion(RequestKey("p", 0), ids[:8], ids[8:], np.zeros(16), np.zeros(16, int), "stop", mask)
+    completion = Completion(
+        RequestKey("p", 0), ids[:8], ids[8:], np.zeros(16), np.zeros(16, int), "stop", mask
+    )
     right = sampled_logps(model, completion, distribution, Precision())
     check_plain(model, completion, right, distribution, Precision())
     hotter = completion_logps(model, ids[:8], ids[8:], Sampling(16, temperature=0.8))[torch.from_numpy(mask)]

@@ -1,7 +1,8 @@
-"""Advantages, weights and the gradient of every log-prob: the definitions agree with every method, and a change is named.
+"""Advantages, weights and the gradient of every log-prob: the definitions agree with every method, and a change is
+named.
 
-Every run compares itself with the definitions, also the runs of `test_accounting.py`. CI therefore counts the comparisons of one
-case per method, and runs the cases that are not there.
+Every run compares itself with the definitions, also the runs of `test_accounting.py`. CI therefore counts the
+comparisons of one case per method, and runs the cases that are not there.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ def test_changed_advantages_and_weights_are_refused_before_the_loss(
         return real(*arguments).changed(CHANGES[change])
 
     words = "a weight of" if change == "weight" else "an advantage of"
-    with patch.object(preparing, "prepare_generation", changed), pytest.raises(ProofError, match=words) as caught:
+    with (
+        patch.object(preparing, "prepare_generation", changed),
+        pytest.raises(ProofError, match=words) as caught,
+    ):
         run.train()
     assert caught.value.check == "advantages"
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
@@ -104,7 +108,10 @@ def test_a_reward_that_is_not_the_weighted_sum_of_its_scores_is_refused(
         rollouts = tuple(replace(r, scores=dict.fromkeys(r.scores), reward=0.0) for r in first.rollouts)
         return [replace(first, rollouts=rollouts), *others]
 
-    with patch.object(run.source, "score", nothing_is_zero), pytest.raises(ProofError, match=r"the reward of .* is 0;"):
+    with (
+        patch.object(run.source, "score", nothing_is_zero),
+        pytest.raises(ProofError, match=r"the reward of .* is 0;"),
+    ):
         run.train()
 
 
@@ -118,11 +125,16 @@ def test_rewards_that_change_after_their_proof_are_refused_before_the_loss(
 
     def swapped(*arguments: Any) -> Any:
         groups = real(*arguments)
-        best = max(groups, key=lambda g: max(r.reward for r in g.rollouts) - min(r.reward for r in g.rollouts))
+        best = max(
+            groups, key=lambda g: max(r.reward for r in g.rollouts) - min(r.reward for r in g.rollouts)
+        )
         rollouts = tuple(replace(r, reward=-r.reward) for r in best.rollouts)
         return [replace(g, rollouts=rollouts) if g is best else g for g in groups]
 
-    with patch.object(run.loop, "rollout", swapped), pytest.raises(ProofError, match="an advantage of") as caught:
+    with (
+        patch.object(run.loop, "rollout", swapped),
+        pytest.raises(ProofError, match="an advantage of") as caught,
+    ):
         run.train()
     assert caught.value.check == "advantages"
 
@@ -134,7 +146,9 @@ def test_the_weights_that_the_user_has_asked_for_are_in_the_expected_advantages(
         return [float(ids[-1] % 7) for ids in completion_ids]
 
     fields = {**methods.GROUPS, "max_steps": 1, "reward_weights": [1.0, -3.0]}
-    run = methods.make("GRPO", untied_dir, tmp_path, hf_engine, fields, reward_funcs=[methods.by_length, by_last])
+    run = methods.make(
+        "GRPO", untied_dir, tmp_path, hf_engine, fields, reward_funcs=[methods.by_length, by_last]
+    )
     run.train()
     assert run.state.global_step == 1
 
@@ -151,7 +165,9 @@ def test_completions_without_a_score_pass(untied_dir: str, tmp_path: Path, hf_en
         assert run.state.global_step == 2
 
 
-def test_an_objective_of_the_users_own_is_not_compared(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_an_objective_of_the_users_own_is_not_compared(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     run = methods.make("GRPO", untied_dir, tmp_path, hf_engine, {**methods.GROUPS, "max_steps": 1})
 
     class Doubled(type(run.objective)):  # type: ignore[misc]

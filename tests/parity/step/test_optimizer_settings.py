@@ -1,6 +1,9 @@
-"""The optimizer is set as the config says and holds what the checkpoint gave. What a callback of the user's changes is taken.
+"""The optimizer is set as the config says and holds what the checkpoint gave.
 
-CI runs one row of each matrix per kind of comparison. Others are faults of `lockstep verify --self-test` too (U12 to U13b).
+What a callback of the user's changes is taken.
+
+CI runs one row of each matrix per kind of comparison. Others are faults of `lockstep verify --self-test` too (U12 to
+U13b).
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ Change = Callable[[torch.optim.Optimizer], Any]
 
 @pytest.fixture
 def make(untied_dir: str, hf_engine: Engine) -> Make:
-    def made(folder: Path, arguments: dict[str, Any] | None = None, method: str = "GRPO", **fields: Any) -> Any:
+    def made(
+        folder: Path, arguments: dict[str, Any] | None = None, method: str = "GRPO", **fields: Any
+    ) -> Any:
         fields = {**SAVES, "max_steps": 3, **({"num_generations": 1} if method == "PPO" else {}), **fields}
         given = {"model": untied_dir, **(arguments or {})}
         return methods.make(method, given.pop("model"), folder, hf_engine, fields, **given)
@@ -107,7 +112,8 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [entry for entry in read_receipt(folder / RECEIPT) if entry["kind"] == "optimizer"]
 
 
-# ---- the second reading of the config -----------------------------------------------------------------------------------------
+# ---- the second reading of the config
+# -----------------------------------------------------------------------------------------
 
 
 SMALL: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 16, "num_hidden_layers": 1}
@@ -143,18 +149,24 @@ def test_the_definition_names_optimizers_that_transformers_has() -> None:
     assert {*definition.ADAMW, *definition.LION, *definition.OTHERS} <= known
 
 
-# ---- faults at the start ------------------------------------------------------------------------------------------------------
+# ---- faults at the start
+# ------------------------------------------------------------------------------------------------------
 
 AT_START: dict[str, tuple[Change, str]] = {
     "weight decay": (sets(weight_decay=10.0), r"weight_decay of model\.\S+ is 10\.0; the config gives 0\.0"),
-    "betas": (sets(betas=(0.999, 0.9)), r"betas of model\.\S+ is \[0\.999, 0\.9\]; the config gives \[0\.9, 0\.999\]"),
+    "betas": (
+        sets(betas=(0.999, 0.9)),
+        r"betas of model\.\S+ is \[0\.999, 0\.9\]; the config gives \[0\.9, 0\.999\]",
+    ),
     "eps": (sets(eps=1e-3), r"eps of model\.\S+ is 0\.001; the config gives 1e-08"),
     "maximize": (sets(maximize=True), r"maximize of model\.\S+ is True; the config gives False"),
 }
 
 
 @pytest.mark.parametrize("what", portion(AT_START, lambda what: what == "weight decay"))
-def test_an_optimizer_that_is_made_with_other_settings_takes_no_step(make: Make, tmp_path: Path, what: str) -> None:
+def test_an_optimizer_that_is_made_with_other_settings_takes_no_step(
+    make: Make, tmp_path: Path, what: str
+) -> None:
     change, said = AT_START[what]
     run = make(tmp_path)
     real = run.create_optimizer
@@ -222,12 +234,16 @@ def test_a_new_optimizer_that_holds_moments_is_refused(make: Make, tmp_path: Pat
         run.train()
 
 
-# ---- faults in the middle -----------------------------------------------------------------------------------------------------
+# ---- faults in the middle
+# -----------------------------------------------------------------------------------------------------
 
 IN_THE_MIDDLE: dict[str, tuple[Change, str]] = {
     "weight decay": (sets(weight_decay=10.0), r"weight_decay of model\S+ and \d+ more is 10\.0 and was 0\.0"),
     "betas": (sets(betas=(0.5, 0.5)), r"betas of .* is \[0\.5, 0\.5\] and was \[0\.9, 0\.999\]"),
-    "groups": (lambda optimizer: optimizer.param_groups.pop(), "the optimizer has 1 groups of tensors, and had 2"),
+    "groups": (
+        lambda optimizer: optimizer.param_groups.pop(),
+        "the optimizer has 1 groups of tensors, and had 2",
+    ),
     "moments": (exchanges("exp_avg"), "changed by .* where AdamW changes it by"),
     "step counts": (counts_on, "changed by .* where AdamW changes it by|keeps the moments"),
 }
@@ -258,7 +274,9 @@ def test_a_setting_that_the_step_itself_changes_is_named(make: Make, tmp_path: P
 
 
 @pytest.mark.parametrize("change", [exchanges("exp_avg_sq"), counts_on], ids=["moments", "step counts"])
-def test_a_state_that_changes_before_a_checkpoint_is_not_saved(make: Make, tmp_path: Path, change: Change) -> None:
+def test_a_state_that_changes_before_a_checkpoint_is_not_saved(
+    make: Make, tmp_path: Path, change: Change
+) -> None:
     """After the last step no other step would see it, and the checkpoint's digests would be of the wrong state."""
     run = make(tmp_path)
     run.add_callback(Changing(change, "on_step_end", step=3))
@@ -267,7 +285,8 @@ def test_a_state_that_changes_before_a_checkpoint_is_not_saved(make: Make, tmp_p
     assert not (tmp_path / "checkpoint-3").exists()
 
 
-# ---- faults after a resume ----------------------------------------------------------------------------------------------------
+# ---- faults after a resume
+# ----------------------------------------------------------------------------------------------------
 
 AFTER_LOADING: dict[str, tuple[Change, str]] = {
     "moments": (exchanges("exp_avg"), "changed since the checkpoint was loaded: exp_avg of"),
@@ -300,7 +319,8 @@ def test_the_moments_of_an_optimizer_without_a_rule_are_compared_too(make: Make,
         resume(run, tmp_path, 2)
 
 
-# ---- what is taken ------------------------------------------------------------------------------------------------------------
+# ---- what is taken
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_callback_changes_is_taken_written_and_kept_after_a_resume(
@@ -348,19 +368,26 @@ EVENTS = ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_ste
 def test_changes_are_taken_at_every_event_and_a_resumed_run_begins_with_those_of_its_checkpoint(
     make: Make, tmp_path: Path
 ) -> None:
-    """What comes after the optimizer's step does not count for this step, and what comes after a checkpoint is not in it."""
+    """What comes after the optimizer's step does not count for this step, and what comes after a checkpoint is not in
+    it.
+    """
     begins = Changing(sets(weight_decay=0.5), "on_train_begin", step=0)
     before = [Changing(sets(weight_decay=1.0 + n), event) for n, event in enumerate(EVENTS)]
     run = make(tmp_path, {"callbacks": [begins, *before]}, max_steps=2)
     for n, event in enumerate(EVENTS):
         run.add_callback(Changing(sets(weight_decay=11.0 + n), event))
     run.train()
-    at = {step: [c["after"] for e in lines(tmp_path) if e["step"] == step for c in e["changes"]] for step in (1, 2)}
+    at = {
+        step: [c["after"] for e in lines(tmp_path) if e["step"] == step for c in e["changes"]]
+        for step in (1, 2)
+    }
     assert at == {1: [0.5, 4.0, 14.0, 5.0, 15.0], 2: [6.0, 16.0, 1.0, 11.0, 2.0, 12.0, 3.0, 13.0]}
     found: list[float] = []
     for step in (2, 1):
         again = make(tmp_path, max_steps=3)
-        again.add_callback(Changing(lambda o: found.append(o.param_groups[0]["weight_decay"]), "on_train_begin", step))
+        again.add_callback(
+            Changing(lambda o: found.append(o.param_groups[0]["weight_decay"]), "on_train_begin", step)
+        )
         resume(again, tmp_path, step)
     assert found == [13.0, 15.0]
 
@@ -394,7 +421,10 @@ def test_an_optimizer_of_the_users_is_taken_as_it_is_and_changed_as_they_like(
     first, *later = lines(tmp_path)
     assert "the optimizer was given by the program" in capsys.readouterr().out
     assert [first["given"][0][name] for name in ("betas", "weight_decay")] == [[0.8, 0.9], 0.3]
-    assert {c["field"]: c["after"] for line in later for c in line["changes"]} == {"weight_decay": 0.4, "lr": 2e-3}
+    assert {c["field"]: c["after"] for line in later for c in line["changes"]} == {
+        "weight_decay": 0.4,
+        "lr": 2e-3,
+    }
     again = make(tmp_path, given(), max_steps=4)
     resume(again, tmp_path, 3)
     assert again.optimizer.param_groups[0]["weight_decay"] == 0.4
@@ -430,7 +460,9 @@ def test_a_subclass_that_makes_its_optimizer_gives_it(make: Make, tmp_path: Path
     assert line["given"][0]["weight_decay"] == 0.2
 
 
-def test_a_config_that_changes_between_two_runs_acts_where_that_was_asked_for(make: Make, tmp_path: Path) -> None:
+def test_a_config_that_changes_between_two_runs_acts_where_that_was_asked_for(
+    make: Make, tmp_path: Path
+) -> None:
     run = make(tmp_path, max_steps=2, learning_rate=1e-3)
     run.add_callback(Changing(sets(weight_decay=5.0)))
     run.train()

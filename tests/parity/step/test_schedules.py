@@ -1,4 +1,6 @@
-"""Every schedule of transformers runs under the proof of its rates, or is refused by a sentence before a model is loaded."""
+"""Every schedule of transformers runs under the proof of its rates, or is refused by a sentence before a model is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,13 @@ def test_the_formula_of_a_plateau_is_that_of_torch(
     metrics: list[float], mode: Any, kind: Any, patience: int, cooldown: int, lowest: float
 ) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
-    asked = {"mode": mode, "threshold_mode": kind, "patience": patience, "cooldown": cooldown, "min_lr": lowest}
+    asked = {
+        "mode": mode,
+        "threshold_mode": kind,
+        "patience": patience,
+        "cooldown": cooldown,
+        "min_lr": lowest,
+    }
     theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, **asked)
     ours = PlateauSchedule({**asked, "factor": 0.5}, [1e-2])
     for metric in metrics:
@@ -82,8 +90,18 @@ def test_the_formula_of_a_plateau_is_that_of_torch(
 def plateau(untied_dir: str, folder: Path, engine: Engine, **fields: Any) -> Any:
     """The reward never rises by 100, so that the rate is halved at every evaluation but the first."""
     never = {"patience": 0, "factor": 0.5, "threshold": 100.0, "threshold_mode": "abs"}
-    given = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": never, "num_generations_eval": 1}
-    when = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    given = {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": never,
+        "num_generations_eval": 1,
+    }
+    when = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_steps": 3,
+    }
     held_out = PROMPTS.select([0, 1])
     return methods.make(
         "GRPO", untied_dir, folder, engine, {**GROUPS, **given, **when, **fields}, eval_dataset=held_out
@@ -136,7 +154,11 @@ def test_a_rate_that_a_callback_sets_is_where_a_plateau_goes_on(
 
 def test_a_long_warm_up_of_a_run_whose_length_its_data_decide_is_taken(tmp_path: Path) -> None:
     lockstep.GRPOConfig(
-        output_dir=str(tmp_path), lr_scheduler_type="polynomial", warmup_steps=1000, num_train_epochs=9, bf16=False
+        output_dir=str(tmp_path),
+        lr_scheduler_type="polynomial",
+        warmup_steps=1000,
+        num_train_epochs=9,
+        bf16=False,
     )
 
 
@@ -147,7 +169,9 @@ def test_a_schedule_that_cannot_be_made_is_a_sentence(tmp_path: Path, name: str)
         fields |= {"eval_strategy": "steps", "eval_steps": 2}
     needed = NEEDED.get(name)
     if needed:
-        with pytest.raises(InputError, match=f"lr_scheduler_type={name} cannot be used: .*lr_scheduler_kwargs"):
+        with pytest.raises(
+            InputError, match=f"lr_scheduler_type={name} cannot be used: .*lr_scheduler_kwargs"
+        ):
             lockstep.GRPOConfig(**fields)
         # YAML reads 1e-7 as text.
         text = {key: str(value) for key, value in needed.items()}
@@ -171,4 +195,6 @@ def test_an_optimizer_that_cannot_be_made_is_refused_before_a_model_is_loaded(
     fields: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=says):
-        lockstep.GRPOConfig(output_dir=str(tmp_path), bf16=False, use_vllm=False, **{"optim": "sgd", **fields})
+        lockstep.GRPOConfig(
+            output_dir=str(tmp_path), bf16=False, use_vllm=False, **{"optim": "sgd", **fields}
+        )

@@ -100,7 +100,9 @@ def test_every_pack_of_a_micro_batch_is_compared(wrong: int | None, tmp_path: Pa
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
-def test_pairs_of_long_completions_are_computed_as_exactly_as_their_proof_asks(loss_type: str, tmp_path: Path) -> None:
+def test_pairs_of_long_completions_are_computed_as_exactly_as_their_proof_asks(
+    loss_type: str, tmp_path: Path
+) -> None:
     # Sums of 4,096 log-probs are some 3,000 nats; the margin between two of them is a few.
     length, draw = 4096, np.random.default_rng(0)
     objective = OnlineDPOObjective(
@@ -140,7 +142,9 @@ def test_the_kl_of_a_policy_near_its_reference_is_computed_as_exactly_as_its_pro
         weight=1 / length,
         ref_logps=logps + draw.normal(0.0, apart, length),
     )
-    compare(GRPOObjective(GRPOConfig(output_dir=str(tmp_path), bf16=False, report_to=[], beta=0.04)), [sequence])
+    compare(
+        GRPOObjective(GRPOConfig(output_dir=str(tmp_path), bf16=False, report_to=[], beta=0.04)), [sequence]
+    )
 
 
 def compare(objective: Any, sequences: list[TrainingSequence]) -> None:

@@ -1,4 +1,6 @@
-"""The update proof passes on clean runs of every method, and stops a run whose optimizer step is not what it should be."""
+"""The update proof passes on clean runs of every method, and stops a run whose optimizer step is not what it should
+be.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def test_the_logged_size_is_that_of_the_change(untied_dir: str, tmp_path: Path, 
     run = methods.make("GRPO", untied_dir, tmp_path, hf_engine, {**methods.GROUPS, "max_steps": 1})
     before = methods.parameters(run.model)
     run.train()
-    exact = sum(float((p.detach() - before[n]).square().sum()) for n, p in run.model.named_parameters()) ** 0.5
+    exact = (
+        sum(float((p.detach() - before[n]).square().sum()) for n, p in run.model.named_parameters()) ** 0.5
+    )
     # Estimated from drawn elements: AdamW's first step changes elements by about as much.
     assert methods.logs(run)[0]["update/norm"] == pytest.approx(exact, rel=0.3)
 
@@ -74,7 +78,9 @@ def test_adapters_pass_with_every_kind_of_optimizer(optim: str, untied_dir: str,
     run.close()
 
 
-def test_the_half_of_an_adapter_that_is_frozen_is_named(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_the_half_of_an_adapter_that_is_frozen_is_named(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     run = methods.make("GRPO", untied_dir, tmp_path, hf_engine, methods.GROUPS, peft_config=methods.lora())
     for name, p in run.model.named_parameters():
         if "lora_B" in name:
@@ -83,7 +89,9 @@ def test_the_half_of_an_adapter_that_is_frozen_is_named(untied_dir: str, tmp_pat
         run.train()
 
 
-def test_a_tensor_that_is_frozen_during_the_run_is_named(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_a_tensor_that_is_frozen_during_the_run_is_named(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     run = methods.make("GRPO", untied_dir, tmp_path, hf_engine, methods.GROUPS)
     head = run.model.lm_head.weight
     run.add_callback(At("on_step_end", 2, lambda: head.requires_grad_(False)))
@@ -103,7 +111,9 @@ def test_a_clip_by_another_norm_than_that_of_all_gradients_is_found_within_four_
         torch.nn.utils.clip_grads_with_norm_(own, limit, norm)
         return norm
 
-    run.add_callback(At("on_step_begin", 1, lambda: setattr(run.accelerator, "clip_grad_norm_", by_half_the_norm)))
+    run.add_callback(
+        At("on_step_begin", 1, lambda: setattr(run.accelerator, "clip_grad_norm_", by_half_the_norm))
+    )
     with pytest.raises(
         ProofError, match=r"the gradients were clipped by a norm of .*; the norm over all trained tensors is"
     ):
@@ -114,7 +124,9 @@ def test_a_clip_by_another_norm_than_that_of_all_gradients_is_found_within_four_
 def test_a_clip_that_is_left_out_is_named(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
     fields = {**methods.GROUPS, "max_grad_norm": 1e-3, "max_steps": 3}
     run = methods.make("GRPO", untied_dir, tmp_path, hf_engine, fields)
-    run.add_callback(At("on_step_begin", 1, lambda: setattr(run, "_clip_grad_norm", lambda model: torch.tensor(1.0))))
+    run.add_callback(
+        At("on_step_begin", 1, lambda: setattr(run, "_clip_grad_norm", lambda model: torch.tensor(1.0)))
+    )
     with pytest.raises(ProofError, match="clipping"):
         run.train()
     assert run.state.global_step == 1
@@ -142,7 +154,9 @@ def test_a_critic_whose_gradients_stay_is_named(untied_dir: str, tmp_path: Path,
     run = methods.make("PPO", untied_dir, tmp_path, hf_engine, methods.ALONE)
     with (
         patch.object(run.critic, "zero_grad", lambda: None),
-        pytest.raises(ProofError, match=r"before the first backward of the step, value_head\.\w+ holds a gradient"),
+        pytest.raises(
+            ProofError, match=r"before the first backward of the step, value_head\.\w+ holds a gradient"
+        ),
     ):
         run.train()
 
@@ -160,7 +174,9 @@ def test_weights_that_change_between_two_steps_are_named(
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
-def test_a_frozen_tensor_that_moves_is_named(optim: str, untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_a_frozen_tensor_that_moves_is_named(
+    optim: str, untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     fields = {**methods.GROUPS, "optim": optim}
     run = methods.make("GRPO", untied_dir, tmp_path, hf_engine, fields, peft_config=methods.lora())
     base = dict(run.model.named_parameters())["base_model.model.model.norm.weight"]

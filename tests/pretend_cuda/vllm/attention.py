@@ -1,4 +1,6 @@
-"""FlashAttention, its rotation and the writes to its cache, in plain PyTorch. TRITON_ATTN's kernel has the same form here.
+"""FlashAttention, its rotation and the writes to its cache, in plain PyTorch.
+
+TRITON_ATTN's kernel has the same form here.
 
 Caches are (blocks, tokens per block, heads, width). References: `stand_ins.py`.
 """
@@ -83,7 +85,8 @@ def flash_attn_varlen_func(
     """Attention of packed queries over packed or paged keys, sequence by sequence.
 
     Args:
-        q: (tokens, heads, width) the queries of all sequences, one after the other; `cu_seqlens_q` holds where each begins.
+        q: (tokens, heads, width) the queries of all sequences, one after the other; `cu_seqlens_q` holds where each
+            begins.
         k, v: the cache if there is a `block_table`; otherwise packed like the queries, at `cu_seqlens_k`.
         seqused_k: (sequences,) keys of each sequence. Its queries are those of its last tokens.
         window_size: tokens that a query sees to the left and to the right; −1: all of them.
@@ -108,7 +111,9 @@ def flash_attn_varlen_func(
             blocks = block_table[i, : -(-seen // k.shape[1])].long()
             keys, values = (x[blocks].flatten(0, 1)[:seen] for x in (k, v))
         groups = q.shape[1] // keys.shape[1]
-        keys, values = (x.float().repeat_interleave(groups, 1, output_size=q.shape[1]) for x in (keys, values))
+        keys, values = (
+            x.float().repeat_interleave(groups, 1, output_size=q.shape[1]) for x in (keys, values)
+        )
         scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), keys) * scale
         if softcap:
             scores = softcap * (scores / softcap).tanh()
@@ -173,7 +178,10 @@ def unified_attention(
 
 
 def _give_package() -> None:
-    """Put the names of vLLM's package of FlashAttention in place of it. It is compiled, and the CPU wheel has it empty."""
+    """Put the names of vLLM's package of FlashAttention in place of it.
+
+    It is compiled, and the CPU wheel has it empty.
+    """
     name = "vllm.vllm_flash_attn"
     package, interface, layers, rotary = (
         types.ModuleType(name + part) for part in ("", ".flash_attn_interface", ".layers", ".layers.rotary")
@@ -185,7 +193,9 @@ def _give_package() -> None:
         "flash_attn_varlen_func": flash_attn_varlen_func,
         "get_scheduler_metadata": lambda **_: None,
         "compile_flash_attn_varlen_func_from_specs": lambda *_, **__: None,
-        "fa_version_unsupported_reason": lambda version: None if version in (2, 3) else "not on the pretend GPU",
+        "fa_version_unsupported_reason": lambda version: (
+            None if version in (2, 3) else "not on the pretend GPU"
+        ),
         "is_fa_version_supported": lambda version: version in (2, 3),
     }
     for module in (package, interface):
@@ -195,8 +205,12 @@ def _give_package() -> None:
     package.flash_attn_interface = interface  # type: ignore[attr-defined]
 
 
-def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    """Rotate (…, tokens, heads, width) by angles of (tokens, half the width), which models of pictures do with this function."""
+def apply_rotary_emb(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
+    """Rotate (…, tokens, heads, width) by angles of (tokens, half the width), which models of pictures do with this
+    function.
+    """
     from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
     return ApplyRotaryEmb.forward_static(x, cos, sin, not interleaved)

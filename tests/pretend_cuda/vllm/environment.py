@@ -10,12 +10,19 @@ SITE = Path(__file__).parent / "site"
 
 
 def environment(gib: float = 1.0) -> dict[str, str]:
-    """Variables for such a program. Python imports `site/sitecustomize.py` at its start, because it is first on PYTHONPATH.
+    """Variables for such a program.
+
+    Python imports `site/sitecustomize.py` at its start, because it is first on PYTHONPATH.
 
     Args:
         gib: size of the device in GiB.
     """
-    helpers = [TESTS, *(TESTS / name for name in ("training", "images", "server")), TESTS.parent / "src", TESTS.parent]
+    helpers = [
+        TESTS,
+        *(TESTS / name for name in ("training", "images", "server")),
+        TESTS.parent / "src",
+        TESTS.parent,
+    ]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, [SITE, *helpers])),

@@ -9,7 +9,8 @@ import torch
 
 _KEPT: list[torch.library.Library] = []
 _OPERATIONS = {
-    "topk_softmax": "(Tensor(a!) weights, Tensor(b!) ids, Tensor(c!) indices, Tensor scores, bool renormalize, Tensor? bias, "
+    "topk_softmax": "(Tensor(a!) weights, Tensor(b!) ids, Tensor(c!) indices, Tensor scores, bool "
+    "renormalize, Tensor? bias, "
     "Tensor? is_padding) -> ()",
     "moe_align_block_size": "(Tensor ids, int experts, int block, Tensor(a!) rows, Tensor(b!) block_experts, "
     "Tensor(c!) padded, Tensor? map, Tensor(d!)? scatter) -> ()",
@@ -64,7 +65,9 @@ def moe_align_block_size(
     map: torch.Tensor | None,
     scatter: torch.Tensor | None,
 ) -> None:
-    """Sort the routes by expert, and fill up each expert's to whole blocks. The place of a padding row is the number of routes.
+    """Sort the routes by expert, and fill up each expert's to whole blocks.
+
+    The place of a padding row is the number of routes.
 
     Args:
         ids: (tokens, k) expert of each route.
@@ -88,7 +91,9 @@ def moe_align_block_size(
     padded.fill_(start)
 
 
-def moe_sum(input: torch.Tensor, output: torch.Tensor, ids: torch.Tensor | None, map: torch.Tensor | None) -> None:
+def moe_sum(
+    input: torch.Tensor, output: torch.Tensor, ids: torch.Tensor | None, map: torch.Tensor | None
+) -> None:
     """(tokens, k, n) → (tokens, n): the sum over a token's experts, in float32."""
     if map is not None:
         raise NotImplementedError("experts on several devices")

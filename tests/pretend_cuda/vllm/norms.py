@@ -1,4 +1,6 @@
-"""RMS norms in plain PyTorch. The CPU wheel's kernels read rows of a view as if they lay beside each other, and may cut bits off.
+"""RMS norms in plain PyTorch.
+
+The CPU wheel's kernels read rows of a view as if they lay beside each other, and may cut bits off.
 
 References: `stand_ins.py`.
 """
@@ -24,7 +26,9 @@ def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, ep
     out.copy_(normed if weight is None else normed * weight)
 
 
-def fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> None:
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float
+) -> None:
     """`residual` becomes the sum of both, and `x` the norm of that sum."""
     residual.add_(x)
     rms_norm(x, residual, weight, epsilon)

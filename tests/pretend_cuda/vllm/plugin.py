@@ -1,4 +1,6 @@
-"""A plugin of pytest for `make test-cuda-vllm`: tests that say nothing with vLLM's CUDA path on the pretend GPU are skipped."""
+"""A plugin of pytest for `make test-cuda-vllm`: tests that say nothing with vLLM's CUDA path on the pretend GPU are
+skipped.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,17 @@ _REASONS = {
     "pretend_cuda/": "starts processes of its own that have the device",
     "parity/test_experts_on_vllm.py::test_experts_that_an_update_leaves_unpacked": "only a CPU's engine packs experts",
     "engines/test_sleep.py::test_what_is_refused_by_name": "asks for adapters in float32, which a GPU's engine refuses",
-    "engines/test_vllm_kept_ids.py::TestInProcess": "its engine is crowded by the size of a block of the cache on a CPU",
-    "engines/test_vllm_requests.py::test_weights_and_cache_have_the_bytes_that_are_counted_before_a_run_loads_its_model": (
+    "engines/test_vllm_kept_ids.py::TestInProcess": "its engine is crowded by the size of a block of the "
+    "cache on a CPU",
+    "engines/test_vllm_requests.py::test_weights_and_cache_have_the_bytes_that_are_counted_before_a_run_loads_its_model": (  # noqa: E501
         "counts the memory of a run on a CPU"
     ),
     "extras/verify/test_verify_command.py::TestBadInput::test_a_model_that_the_engine_cannot_load": (
         "its heads of 16 are missing among a CPU's kernels only"
     ),
     **{
-        f"sync/test_tied_head.py::test_the_{proof}_a_stale_tied_head": "leaves out a step that only a CPU's engine needs"
+        f"sync/test_tied_head.py::test_the_{proof}_a_stale_tied_head": "leaves out a step that only a CPU's "
+        "engine needs"
         for proof in ("gap_catches", "probe_names")
     },
 }
@@ -33,8 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=why))
 
 
-# The words with which Lockstep refuses adapters alone on an engine in float32 (`engines/vllm/arguments.py`). Most tests of adapters
-# have such an engine, because its log-probs are exact.
+# The words with which Lockstep refuses adapters alone on an engine in float32 (`engines/vllm/arguments.py`). Most
+# tests of adapters have such an engine, because its log-probs are exact.
 _ADAPTERS = "computes adapters in half precision only, and the engine's dtype is float32"
 
 

@@ -1,4 +1,5 @@
-"""Matrix products and rows of the embedding that the CUDA wheel compiles, in plain PyTorch: fp8, adapters, a float32 result.
+"""Matrix products and rows of the embedding that the CUDA wheel compiles, in plain PyTorch: fp8, adapters, a float32
+result.
 
 References: `stand_ins.py`.
 """
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 
 _KEPT: list[torch.library.Library] = []
-# What vLLM asks of its compiled kernels when its modules are imported. The answer here is no: vLLM then takes PyTorch's product.
+# What vLLM asks of its compiled kernels when its modules are imported. The answer here is no: vLLM then takes
+# PyTorch's product.
 _QUESTIONS = (
     "cutlass_scaled_mm_supports_fp8",
     "cutlass_scaled_mm_supports_block_fp8",
@@ -53,10 +55,14 @@ def _load_cpu_wheel() -> None:
 
 
 def _products_with_a_dtype() -> torch.library.Library:
-    """Products that PyTorch's CPU kernels do not have: another dtype for the result, and codes of 8 bits with scales."""
+    """Products that PyTorch's CPU kernels do not have: another dtype for the result, and codes of 8 bits with
+    scales.
+    """
     aten = torch.library.Library("aten", "IMPL")
 
-    def addmm(c: Any, a: Any, b: Any, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+    def addmm(
+        c: Any, a: Any, b: Any, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
+    ) -> torch.Tensor:
         return beta * c.to(dtype) + alpha * (a.to(dtype) @ b.to(dtype))
 
     aten.impl("mm.dtype", lambda a, b, dtype: a.to(dtype) @ b.to(dtype), "CUDA")
@@ -90,7 +96,9 @@ def scaled_fp8_quant(
     output: torch.Tensor | None = None,
     group_shape: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's quantiser to e4m3: (rows, n) → codes, and one scale for all or one per row. The conversion rounds to nearest, even.
+    """vLLM's quantiser to e4m3: (rows, n) → codes, and one scale for all or one per row.
+
+    The conversion rounds to nearest, even.
 
     Without a `scale`, the largest value gets the largest code. Padding rows get zeros.
     """
@@ -121,7 +129,10 @@ def vocab_parallel_embedding(
     added_first: int,
     added_end: int,
 ) -> torch.Tensor:
-    """The rows of the ids that this rank holds, and zeros for others. Added words follow the original ones and their padding."""
+    """The rows of the ids that this rank holds, and zeros for others.
+
+    Added words follow the original ones and their padding.
+    """
     own, added = (ids >= first) & (ids < end), (ids >= added_first) & (ids < added_end)
     rows = torch.where(own, ids - first, torch.where(added, ids - added_first + (end - first) + padding, 0))
     return weight[rows.long()].masked_fill(~(own | added)[:, None], 0)

@@ -1,6 +1,8 @@
-"""The rotation of queries and keys at positions of three axes, which models of pictures use: vLLM's own form in PyTorch.
+"""The rotation of queries and keys at positions of three axes, which models of pictures use: vLLM's own form in
+PyTorch.
 
-vLLM's Triton kernel, interpreted, takes half of the seconds of a tiny model of pictures. It is the reference (`stand_ins.py`).
+vLLM's Triton kernel, interpreted, takes half of the seconds of a tiny model of pictures. It is the reference
+(`stand_ins.py`).
 """
 
 from __future__ import annotations

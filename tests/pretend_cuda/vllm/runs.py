@@ -1,7 +1,9 @@
-"""Small runs of vLLM's GPU worker on the pretend GPU, for `test_vllm_runs.py`: `python -m pretend_cuda.vllm.runs FILE NAME …`
+"""Small runs of vLLM's GPU worker on the pretend GPU, for `test_vllm_runs.py`:
 
-It runs in a process of its own, in the environment of `environment.py`. It writes to FILE, as JSON, what each run has found:
-an object of figures, or {"failed": traceback}.
+`python -m pretend_cuda.vllm.runs FILE NAME …`
+
+It runs in a process of its own, in the environment of `environment.py`. It writes to FILE, as JSON, what each run has
+found: an object of figures, or {"failed": traceback}.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ EDGE = 1e-4
 FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 20, "temperature": 0.8}
 # Longest prompt and completion.
 LENGTH = 128
-# Tokens of one step, so few that prompts are computed in parts. vLLM measures its memory with as many, in kernels that are
-# interpreted.
+# Tokens of one step, so few that prompts are computed in parts. vLLM measures its memory with as many, in kernels
+# that are interpreted.
 STEP = 32
 # Bytes of the cache, so that a small device holds many engines. By itself vLLM would take a third of the device.
 SMALL = {"kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": STEP}
@@ -50,7 +52,9 @@ SMALL = {"kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": STEP}
 
 def start(model: str, dtype: torch.dtype = torch.float32, **more: Any) -> VLLMInProcess:
     arguments = {**SMALL, **more.pop("engine_kwargs", {})}
-    return VLLMInProcess(model, dtype=dtype, max_model_len=LENGTH, max_num_seqs=16, engine_kwargs=arguments, **more)
+    return VLLMInProcess(
+        model, dtype=dtype, max_model_len=LENGTH, max_num_seqs=16, engine_kwargs=arguments, **more
+    )
 
 
 @contextlib.contextmanager
@@ -67,7 +71,9 @@ def model_folder() -> str:
     return str(folder if folder.exists() else save(make_model(), folder))
 
 
-def learned(name: str, engine: VLLMInProcess | None, model: str | None = None, **fields: Any) -> dict[str, Any]:
+def learned(
+    name: str, engine: VLLMInProcess | None, model: str | None = None, **fields: Any
+) -> dict[str, Any]:
     """Two proven steps of GRPO. Returns the largest gap, and whether every gradient moved something."""
     arguments = {key: fields.pop(key) for key in ("peft_config",) if key in fields}
     fields = {**GROUPS, "max_steps": 2, **fields}
@@ -93,8 +99,8 @@ def learned(name: str, engine: VLLMInProcess | None, model: str | None = None, *
 
 @contextlib.contextmanager
 def parts_counted() -> Iterator[Counter[str]]:
-    """Counts what vLLM's scheduler does: steps that begin before the one before has ended, prompts that are computed in parts, and
-    steps that are under way while weights are loaded."""
+    """Counts what vLLM's scheduler does: steps that begin before the one before has ended, prompts that are computed
+    in parts, and steps that are under way while weights are loaded."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     found: Counter[str] = Counter()
@@ -106,7 +112,9 @@ def parts_counted() -> Iterator[Counter[str]]:
         found["ahead"] += open_steps[0] > 0
         open_steps[0] += 1
         for name in step.num_scheduled_tokens:
-            found["in_parts"] += self.requests[name].num_computed_tokens < self.requests[name].num_prompt_tokens
+            found["in_parts"] += (
+                self.requests[name].num_computed_tokens < self.requests[name].num_prompt_tokens
+            )
         return step
 
     def updated(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +155,9 @@ def drawn_requests(*more: Sampling) -> list[GenerationRequest]:
     ]
     rng = random.Random(0)
     return [
-        GenerationRequest(RequestKey(f"p{i}", 0), [rng.randrange(4, 300) for _ in range(8 + i % 3)], sampling, 50 + i)
+        GenerationRequest(
+            RequestKey(f"p{i}", 0), [rng.randrange(4, 300) for _ in range(8 + i % 3)], sampling, 50 + i
+        )
         for i, sampling in enumerate(settings * 3)
     ]
 
@@ -198,9 +208,14 @@ def in_fp32() -> dict[str, Any]:
 
 
 def steps_apart() -> dict[str, Any]:
-    """The same requests on an engine with a GPU's defaults, and on one that computes whole prompts, one step after the other."""
+    """The same requests on an engine with a GPU's defaults, and on one that computes whole prompts, one step after
+    the other.
+    """
     answers = []
-    for more in ({}, {"async_scheduling": False, "enable_chunked_prefill": False, "max_num_batched_tokens": LENGTH}):
+    for more in (
+        {},
+        {"async_scheduling": False, "enable_chunked_prefill": False, "max_num_batched_tokens": LENGTH},
+    ):
         with engine(model_folder(), engine_kwargs=more) as started:
             push_weights(make_model(), started, 7)
             with parts_counted() as found:
@@ -212,7 +227,9 @@ def steps_apart() -> dict[str, Any]:
         "defaults": defaults,
         "apart": apart,
         "tokens": sum(len(answer.token_ids) for answer in one.values()),
-        "other_ids": [str(key) for key in one if not np.array_equal(one[key].token_ids, other[key].token_ids)],
+        "other_ids": [
+            str(key) for key in one if not np.array_equal(one[key].token_ids, other[key].token_ids)
+        ],
         "other_sets": [str(key) for key in one if sets_of(one[key]) != sets_of(other[key])],
         "not_repeated": [
             str(key)
@@ -253,7 +270,10 @@ def adapters_alone() -> dict[str, Any]:
 
 
 def slept(engine: VLLMInProcess, version: int) -> dict[str, Any]:
-    """What the weights are before, during and after a sleep. Level 1 keeps them; after level 2 they are pushed again."""
+    """What the weights are before, during and after a sleep.
+
+    Level 1 keeps them; after level 2 they are pushed again.
+    """
     engine.sleeping.wake_weights()
     engine.sleeping.wake_cache()
     (before,) = engine.call(weight_digests, "7")
@@ -282,8 +302,16 @@ def pictures() -> dict[str, Any]:
     with engine(folder) as started:
         trainer = look(folder, FOLDER / "pictures", engine=started)
         trainer.train()
-        seen = {len(group.prompt.pictures.pictures) if group.prompt.pictures else 0 for group in trainer.rollouts()}
-        found = {"steps": len(gaps(trainer)), "gap": max(gaps(trainer)), "pictures": sorted(seen), **inside(started)}
+        seen = {
+            len(group.prompt.pictures.pictures) if group.prompt.pictures else 0
+            for group in trainer.rollouts()
+        }
+        found = {
+            "steps": len(gaps(trainer)),
+            "gap": max(gaps(trainer)),
+            "pictures": sorted(seen),
+            **inside(started),
+        }
         trainer.close()
         return found
 
@@ -307,8 +335,8 @@ def first_runner() -> dict[str, Any]:
 
 
 def server() -> dict[str, Any]:
-    """A server, whose processes have devices of their own, and two proven steps of a trainer that pushes to it over CUDA IPC, with
-    stand-ins for PyTorch's two calls. Then a push while requests run."""
+    """A server, whose processes have devices of their own, and two proven steps of a trainer that pushes to it over
+    CUDA IPC, with stand-ins for PyTorch's two calls. Then a push while requests run."""
     from servers import KEY, free_port
 
     from lockstep.server.keys import KEY_VARIABLE
@@ -337,14 +365,22 @@ def server() -> dict[str, Any]:
         trainer.close()
         gap = max(log["parity/max_abs_gap"] for log in logs)
         crossed = in_flight(f"{url}{port}")
-        return {"steps": len(logs), "gap": gap, "device": device, "transport": transport, "in_flight": crossed}
+        return {
+            "steps": len(logs),
+            "gap": gap,
+            "device": device,
+            "transport": transport,
+            "in_flight": crossed,
+        }
     finally:
         process.terminate()
         process.wait(60)
 
 
 def in_flight(url: str) -> dict[str, Any]:
-    """Requests that go on over a push: the gap of their tokens to the version that each is stamped with, and to the other one."""
+    """Requests that go on over a push: the gap of their tokens to the version that each is stamped with, and to the
+    other one.
+    """
     from servers import Server, connect
     from test_in_flight import crossing, gap_by_version, long_requests, pushed_into
 

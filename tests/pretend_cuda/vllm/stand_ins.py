@@ -18,7 +18,7 @@
 | memory that sleeps | the runs with sleep: the bytes before are the bytes after, and NaN between |
 
 A figure is the largest difference, divided by the largest value of the reference; or a count of rows that differ.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ def attention() -> dict[str, float]:
         found[name] = apart(out, _attended(q, k, v, window=window))
     capped = flash_attn_varlen_func(q, k, v, **_lengths(), causal=True, block_table=table, softcap=0.5)
     found["capped"] = apart(capped, _attended(q, k, v, cap=0.5))
-    half = flash_attn_varlen_func(*(x.bfloat16() for x in (q, k, v)), **_lengths(), causal=True, block_table=table)
+    half = flash_attn_varlen_func(
+        *(x.bfloat16() for x in (q, k, v)), **_lengths(), causal=True, block_table=table
+    )
     found["bfloat16"] = apart(half, _attended(*(x.bfloat16() for x in (q, k, v))))
     # Packed keys, as in a tower of pictures: each query sees the keys of its own picture, also later ones.
     keys, values = k.flatten(0, 1)[: sum(NEW)], v.flatten(0, 1)[: sum(NEW)]
@@ -209,7 +211,9 @@ def noise() -> dict[str, float]:
     seeds = torch.tensor([5, -3, 1 << 40, (1 << 62) + 17], device=GPU)
     positions = torch.arange(20, device=GPU) * 999_983
     uniform = torch.linspace(1e-6, 1 - 1e-6, 1001)
-    found: dict[str, float] = {"noise": apart(own_noise(uniform.to(GPU)), -(-(-uniform.double()).log1p()).log())}
+    found: dict[str, float] = {
+        "noise": apart(own_noise(uniform.to(GPU)), -(-(-uniform.double()).log1p()).log())
+    }
     found |= {"rows": 0, "drawn": 0}
     for logits in (drawn(20, 1300) * 2, torch.zeros(20, 1300, device=GPU)):
         for applies in (True, False):
@@ -244,8 +248,14 @@ def adapters() -> dict[str, float]:
             wanted_low[part, row] = 0.5 * a @ x[row].cpu().double()
             wanted[row, columns] += b @ wanted_low[part, row]
     untouched = out.clone()
-    punica.lora_expand(low, ups, untouched, slots, *rest, torch.tensor([True]), None, offset_start=4, add_inputs=True)
-    return {"down": apart(low, wanted_low), "up": apart(out, wanted), "without_an_adapter": apart(untouched, out)}
+    punica.lora_expand(
+        low, ups, untouched, slots, *rest, torch.tensor([True]), None, offset_start=4, add_inputs=True
+    )
+    return {
+        "down": apart(low, wanted_low),
+        "up": apart(out, wanted),
+        "without_an_adapter": apart(untouched, out),
+    }
 
 
 def quantiser() -> dict[str, float]:
@@ -270,11 +280,19 @@ def products() -> dict[str, float]:
     a, b = drawn(5, 32), drawn(7, 32, seed=1)
     codes = [x.to(torch.float8_e4m3fn) for x in (a, b)]
     scales = drawn(5, 1).abs(), drawn(1, 7).abs()
-    exact = codes[0].cpu().double() @ codes[1].cpu().double().T * scales[0].cpu().double() * scales[1].cpu().double()
+    exact = (
+        codes[0].cpu().double()
+        @ codes[1].cpu().double().T
+        * scales[0].cpu().double()
+        * scales[1].cpu().double()
+    )
     out = torch._scaled_mm(codes[0], codes[1].T, scales[0], scales[1], out_dtype=torch.bfloat16)
     halves = a.bfloat16(), b.bfloat16()
     wide = torch.mm(halves[0], halves[1].T, out_dtype=torch.float32)
-    return {"codes": apart(out, exact), "wide": apart(wide, halves[0].cpu().double() @ halves[1].cpu().double().T)}
+    return {
+        "codes": apart(out, exact),
+        "wide": apart(wide, halves[0].cpu().double() @ halves[1].cpu().double().T),
+    }
 
 
 def norms() -> dict[str, float]:
@@ -291,7 +309,11 @@ def norms() -> dict[str, float]:
     rows, residual = both.unflatten(-1, (3, 16)).clone(), x.unflatten(-1, (3, 16)).clone()
     total = rows + residual
     torch.ops._C.fused_add_rms_norm(rows, residual, weight, 1e-6)
-    return {"view": apart(out, wanted(view)), "sum": apart(rows, wanted(total)), "residual": apart(residual, total)}
+    return {
+        "view": apart(out, wanted(view)),
+        "sum": apart(rows, wanted(total)),
+        "residual": apart(residual, total),
+    }
 
 
 def embedding() -> dict[str, float]:
@@ -304,12 +326,16 @@ def embedding() -> dict[str, float]:
     for rank in range(2):
         own = slice(2 * rank, 2 * rank + 2)
         weight = torch.cat([words[own], torch.full((1, 3), 9.0, device=GPU), added[rank : rank + 1]])
-        parts.append(custom_ops.vocab_parallel_embedding(ids, weight, own.start, own.stop, 1, 4 + rank, 5 + rank))
+        parts.append(
+            custom_ops.vocab_parallel_embedding(ids, weight, own.start, own.stop, 1, 4 + rank, 5 + rank)
+        )
     return {"rows": apart(parts[0] + parts[1], torch.cat([words, added])[ids])}
 
 
 def experts() -> dict[str, float]:
-    """A layer of experts as vLLM computes it on a GPU: routing, sorting, two products with an activation between them, sum."""
+    """A layer of experts as vLLM computes it on a GPU: routing, sorting, two products with an activation between
+    them, sum.
+    """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe import fused_experts
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import vllm_topk_softmax

@@ -1,7 +1,10 @@
-"""vLLM's own GPU worker and both of its model runners, on the pretend GPU: GRPO with every proof on, kept ids, sleep, stand-ins.
+"""vLLM's own GPU worker and both of its model runners, on the pretend GPU:
 
-One process does all runs (`runs.py`), because the device must be there before PyTorch is imported. A limit of a gap is about ten
-times what was measured; in bf16 it is the limit of the run itself. docs/internals/engines.md says what this does not show.
+GRPO with every proof on, kept ids, sleep, stand-ins.
+
+One process does all runs (`runs.py`), because the device must be there before PyTorch is imported. A limit of a gap
+is about ten times what was measured; in bf16 it is the limit of the run itself. docs/internals/engines.md says what
+this does not show.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ pytestmark = [*VLLM, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 # Largest gap of a token in float32, in nats.
 FP32 = 2e-4
 SECOND, FIRST = "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner"
-# Largest figure of each stand-in; one without an entry must be 0. Rounding is 2⁻²⁴ a step in float32, and 2⁻⁹ of a result in
-# bfloat16, or twice that where the sum of two is rounded again; a layer of experts rounds four times.
+# Largest figure of each stand-in; one without an entry must be 0. Rounding is 2⁻²⁴ a step in float32, and 2⁻⁹ of a
+# result in bfloat16, or twice that where the sum of two is rounded again; a layer of experts rounds four times.
 LIMITS = {
     "attention": {"whole": 1e-6, "window": 1e-6, "capped": 1e-6, "bfloat16": 4e-3, "packed": 1e-6},
     "triton_attention": {"whole": 1e-6, "window": 1e-6, "capped": 1e-6},
@@ -67,7 +70,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pretend_cuda.compiled()
     with (folder / "output").open("w", encoding="utf-8") as output:
         command = [sys.executable, "-m", "pretend_cuda.vllm.runs", str(folder / "found.json")]
-        code = subprocess.run(command, stdout=output, stderr=output, env=environment(), timeout=600).returncode
+        code = subprocess.run(
+            command, stdout=output, stderr=output, env=environment(), timeout=600
+        ).returncode
     text = (folder / "output").read_text(encoding="utf-8", errors="replace")
     assert code == 0, text[-4000:]
     return json.loads((folder / "found.json").read_text(encoding="utf-8"))
@@ -93,8 +98,8 @@ def learned_on(found: dict[str, Any], runner: str, attention: str) -> None:
     assert (found["steps"], found["moved"], found["device"]) == (2, True, "cuda:0")
     assert (found["worker"], found["runner"]) == ("vllm.v1.worker.gpu_worker", runner)
     assert found["attention"] == attention
-    # A GPU's defaults: steps begin before the one before has ended, and prompts are computed in parts. No step is under way when
-    # weights come.
+    # A GPU's defaults: steps begin before the one before has ended, and prompts are computed in parts. No step is
+    # under way when weights come.
     assert found["asynchronous"]
     assert min(found["ahead"], found["in_parts"], found["pushes"]) > 0
     assert found["under_way"] == 0
@@ -152,7 +157,9 @@ def test_kept_ids_are_the_exact_sets_and_a_larger_set_is_refused(runs: dict[str,
 
 
 @pytest.mark.parametrize("name", ["adapters_alone", "in_fp32"], ids=["level 1", "level 2"])
-def test_weights_are_gone_while_the_engine_sleeps_and_come_back_to_the_bit(runs: dict[str, Any], name: str) -> None:
+def test_weights_are_gone_while_the_engine_sleeps_and_come_back_to_the_bit(
+    runs: dict[str, Any], name: str
+) -> None:
     found = of(runs, name, "sleep")
     assert found["parameters"] > 10
     assert (found["finite_asleep"], found["finite_awake"]) == (0, found["parameters"])
@@ -196,7 +203,12 @@ def test_a_server_on_the_second_runner_gets_proven_pushes(tmp_path: Path) -> Non
 def test_verify_passes_on_the_second_runner(untied_dir: str, dtype: str) -> None:
     command = [sys.executable, "-m", "lockstep.cli.main", "verify", "--model", untied_dir, "--engine", "vllm"]
     run = subprocess.run(
-        [*command, "--dtype", dtype], env=environment(), capture_output=True, text=True, encoding="utf-8", timeout=600
+        [*command, "--dtype", dtype],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=600,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
 

@@ -1,4 +1,6 @@
-"""Pushes of an adapter alone to vLLM's servers. Several runs may share a server, and the server answers requests during a push.
+"""Pushes of an adapter alone to vLLM's servers.
+
+Several runs may share a server, and the server answers requests during a push.
 
 The bytes go through the same transport as pushes of whole weights, into the memory of the workers. vLLM's own
 endpoints then load the adapter, and later unload it. The adapter of each push has a new name: the run, this trainer's
@@ -125,7 +127,10 @@ class ServerAdapters:
 
     @contextmanager
     def used(self) -> Iterator[UsedAdapter | None]:
-        """The adapter that one request uses; None: it uses none. The servers keep the adapter at least until the context ends."""
+        """The adapter that one request uses; None: it uses none.
+
+        The servers keep the adapter at least until the context ends.
+        """
         with self._lock:
             used = self._used
             if used is not None:
@@ -153,7 +158,8 @@ class ServerAdapters:
             if others := sorted({name.partition(_JOIN)[0] for name in names} - {self._run}):
                 raise InputError(
                     f"the server{_at_url(self._servers.name_of(number))} holds adapters of {len(others)} other "
-                    f"{'run' if len(others) == 1 else 'runs'}, and its base model is not this trainer's base model: runs that "
+                    f"{'run' if len(others) == 1 else 'runs'}, and its base model is not this trainer's base "
+                    f"model: runs that "
                     "share a server need the same base model in the same dtype; use another server for this run"
                 )
 
@@ -165,7 +171,8 @@ class ServerAdapters:
                 self._reserve(0.0)
                 if time.monotonic() > deadline:
                     raise InputError(
-                        "another run is pushing to the same server, and its push does not end; start this run again later"
+                        "another run is pushing to the same server, and its push does not end; start this run "
+                        "again later"
                     )
                 # Two runs may each have reserved some of the servers. The random wait keeps them from colliding again.
                 time.sleep(_RESERVE_EVERY * (1 + secrets.randbelow(100) / 100))
@@ -195,7 +202,8 @@ class ServerAdapters:
                 "version",
                 f"the stamp {self._stamp!r} was set, but the servers report {', '.join(sorted(set(found)))}",
                 "another program sets versions on these servers",
-                "let one trainer own these servers, or let all of them train adapters of the same base (vllm_enable_lora)",
+                "let one trainer own these servers, or let all of them train adapters of the same base "
+                "(vllm_enable_lora)",
             )
         self._servers.each(lambda server: server.call("POST", "/resume"))
 
@@ -238,7 +246,9 @@ class ServerAdapters:
     def read_back(self) -> LoadedWeights:
         return one_acknowledgement(
             [
-                replace(loaded_from(found, self._servers.name_of(number)), untouched=tuple(sorted(in_no_worker)))
+                replace(
+                    loaded_from(found, self._servers.name_of(number)), untouched=tuple(sorted(in_no_worker))
+                )
                 for number, workers in enumerate(self._servers.workers("lockstep_held_adapter", self._coming))
                 # Each stage of a pipeline has some of the layers.
                 for in_no_worker in [set.intersection(*(set(found["untouched"]) for found in workers))]
@@ -276,8 +286,10 @@ class ServerAdapters:
                 if len(state["names"]) >= state["room"]:
                     own = sum(name.startswith(self._run + _JOIN) for name in state["names"])
                     raise InputError(
-                        f"the server{_at_url(self._servers.name_of(number))} holds {len(state['names'])} adapters ({own} of this "
-                        "run) and has no room for another one: start it with a larger --max_cpu_loras, or end the other runs"
+                        f"the server{_at_url(self._servers.name_of(number))} holds {len(state['names'])} "
+                        f"adapters ({own} of this "
+                        "run) and has no room for another one: start it with a larger --max_cpu_loras, or end "
+                        "the other runs"
                     )
 
     def check_whole_push_allowed(self) -> None:
@@ -290,7 +302,8 @@ class ServerAdapters:
             names = server.workers("lockstep_adapters")[0]["names"] if server.takes_adapters else []
             if any(not name.startswith(self._run + _JOIN) for name in names):
                 raise InputError(
-                    f"the server at {server.url} holds {len(names)} adapters of other runs (vllm_enable_lora), which a push of "
+                    f"the server at {server.url} holds {len(names)} adapters of other runs "
+                    f"(vllm_enable_lora), which a push of "
                     "whole weights would remove: use another server, or restart this one when those runs have ended"
                 )
 
@@ -324,7 +337,9 @@ class ServerAdapters:
         self._adapter_calls = [AdapterCalls(server) for server in self._servers.all]
 
     def name_as(self, other: ServerAdapters) -> None:
-        """Give the next push the name of another engine's last one, so that its requests find their adapter on these servers."""
+        """Give the next push the name of another engine's last one, so that its requests find their adapter on these
+        servers.
+        """
         self._session, self._pushes = other._session, other._pushes - 1
 
     def close(self) -> None:
@@ -339,10 +354,13 @@ class ServerAdapters:
 
 def _load(server: ServerCalls, name: str) -> None:
     try:
-        server.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": PATH + name}, plain=True)
+        server.call(
+            "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": PATH + name}, plain=True
+        )
     except InputError as error:
         raise InputError(
-            f"the server at {server.url} does not load adapters: start it with 'lockstep serve MODEL --enable_lora' (vLLM's own "
+            f"the server at {server.url} does not load adapters: start it with 'lockstep serve MODEL "
+            f"--enable_lora' (vLLM's own "
             "server also needs the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)"
         ) from error
 

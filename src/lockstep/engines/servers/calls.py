@@ -70,7 +70,9 @@ def server_proof(key: str, trainer_nonce: str, server_nonce: str) -> str:
 
 
 class Session:
-    """The session of one greeting: it makes and checks the proofs of all later calls. Both ends compute it from the key and nonces.
+    """The session of one greeting: it makes and checks the proofs of all later calls.
+
+    Both ends compute it from the key and nonces.
 
     Args:
         trainer_nonce: chosen by the trainer for this greeting.
@@ -82,7 +84,9 @@ class Session:
         self._secret = _mac(key.encode(), "session", trainer_nonce, server_nonce).encode()
         self._numbers = itertools.count(1)
 
-    def authorization(self, method: str, path: str, query: Iterable[tuple[str, str]], body: bytes) -> tuple[str, str]:
+    def authorization(
+        self, method: str, path: str, query: Iterable[tuple[str, str]], body: bytes
+    ) -> tuple[str, str]:
         """The number of a call, which no other call of the session has, and its `Authorization` header."""
         call, mark = str(next(self._numbers)), body_mark(body)
         proof = self._trainer_proof(call, method, path, query, mark)
@@ -91,11 +95,15 @@ class Session:
     def is_trainer(
         self, call: str, method: str, path: str, query: Iterable[tuple[str, str]], mark: str, proof: str
     ) -> bool:
-        """Whether the proof in a call's header comes from a trainer with the key, for this call with the body of this mark."""
+        """Whether the proof in a call's header comes from a trainer with the key, for this call with the body of this
+        mark.
+        """
         wanted = self._trainer_proof(call, method, path, query, mark)
         return hmac.compare_digest(wanted.encode(), proof.encode())
 
-    def _trainer_proof(self, call: str, method: str, path: str, query: Iterable[tuple[str, str]], mark: str) -> str:
+    def _trainer_proof(
+        self, call: str, method: str, path: str, query: Iterable[tuple[str, str]], mark: str
+    ) -> str:
         whole = json.dumps([method, path, sorted(query), mark])
         return _mac(self._secret, "trainer", call, hashlib.sha256(whole.encode()).hexdigest())
 
@@ -131,8 +139,8 @@ class ServerCalls:
 
     Args:
         url: base URL of the server.
-        key: the server's key. Every call except `/health` proves that the trainer has it (`engines/servers/calls.py`). None: the
-            server has no guard.
+        key: the server's key. Every call except `/health` proves that the trainer has it
+            (`engines/servers/calls.py`). None: the server has no guard.
         timeout: seconds that one call may take, from first to last byte.
         loop: the thread that runs the calls.
         recover: the `recover` of every `EngineLost` that is raised here.
@@ -151,9 +159,9 @@ class ServerCalls:
         self.url = url.rstrip("/")
         self.timeout = timeout
         # Facts about the server, known after its first answer (`set.py`): its settings, what distinguishes its process
-        # from others, the dtypes of its parameters, the number of workers that share its model, whether requests may have
-        # priorities, the bytes of its cache of pictures (0: it has none), the free main memory of its machine, and whether it was
-        # started with LoRA.
+        # from others, the dtypes of its parameters, the number of workers that share its model, whether requests may
+        # have priorities, the bytes of its cache of pictures (0: it has none), the free main memory of its machine,
+        # and whether it was started with LoRA.
         self.settings: EngineSettings | None = None
         self.instance = ""
         self.loads_in: list[str] = []
@@ -171,8 +179,8 @@ class ServerCalls:
         self.session: Session | None = None
         self.client = httpx.AsyncClient(
             base_url=self.url,
-            # Each call has a new connection. The server might close a kept connection at the moment of a call, and the failed call
-            # could not be repeated.
+            # Each call has a new connection. The server might close a kept connection at the moment of a call, and
+            # the failed call could not be repeated.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             # Ignore the environment's proxies: there is no proxy between trainer and engine.
             trust_env=False,
@@ -190,7 +198,14 @@ class ServerCalls:
         return calls
 
     async def ask(
-        self, method: str, path: str, body: Any = None, *, limit: float | None = None, plain: bool = False, **query: str
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        limit: float | None = None,
+        plain: bool = False,
+        **query: str,
     ) -> Any:
         """Make one call. Returns the decoded JSON of the answer, or None if the answer is empty.
 
@@ -205,7 +220,8 @@ class ServerCalls:
             LockstepError: the server refuses the call.
         """
         limit = self.timeout if limit is None else limit
-        # `/health` needs no key. While the server restarts, another program may have its port, and a greeting would raise an error.
+        # `/health` needs no key. While the server restarts, another program may have its port, and a greeting would
+        # raise an error.
         session = None if path == HEALTH or self._key is None else await self._open_session(self._key, limit)
         call, headers, content = "", {LIMIT_HEADER: f"{limit:.3f}"}, b""
         if body is not None:
@@ -292,13 +308,17 @@ class ServerCalls:
         return True
 
     async def _greet(self, key: str, limit: float) -> tuple[Session | None, bool]:
-        """Greet the server. Returns the session, None if the program has not this key, and whether it has sent any proof.
+        """Greet the server.
+
+        Returns the session, None if the program has not this key, and whether it has sent any proof.
 
         Raises:
             EngineLost: the server did not answer.
         """
         nonce = make_nonce()
-        answer, body = await self._send("GET", GREETING, limit, {NONCE_HEADER: nonce}, lambda _: _LARGEST_UNPROVEN)
+        answer, body = await self._send(
+            "GET", GREETING, limit, {NONCE_HEADER: nonce}, lambda _: _LARGEST_UNPROVEN
+        )
         if answer.status_code >= 500:
             raise self._lost(GREETING, f"answered {answer.status_code}: {_text(body)}")
         try:
@@ -320,12 +340,21 @@ class ServerCalls:
             return
         self.session = None
         what = (
-            "was started again" if answer.status_code == 401 else "sent an answer without a proof that it has the key"
+            "was started again"
+            if answer.status_code == 401
+            else "sent an answer without a proof that it has the key"
         )
         raise self._lost(path, what)
 
     def call(
-        self, method: str, path: str, body: Any = None, *, limit: float | None = None, plain: bool = False, **query: str
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        limit: float | None = None,
+        plain: bool = False,
+        **query: str,
     ) -> Any:
         """Make the call of `ask`, and wait for it."""
         return self.loop.run(self.ask(method, path, body, limit=limit, plain=plain, **query))
@@ -355,7 +384,9 @@ class ServerCalls:
         self.call("POST", "/update_weights", {"update_info": info})
 
     def reset_caches(self) -> bool:
-        """Drop everything that was computed with older weights, for running requests too. Returns whether the server confirms it.
+        """Drop everything that was computed with older weights, for running requests too.
+
+        Returns whether the server confirms it.
 
         vLLM's cache of inputs is kept. It contains pixels, which do not depend on weights, and requests need them.
         """
@@ -372,7 +403,9 @@ class ServerCalls:
         return self.loop.run(self.ask_workers(method, *args))
 
     async def ask_workers(self, method: str, *args: str) -> list[Any]:
-        """Call a method of every worker of the server at once (`engines/vllm/worker.py`). Returns their JSON answers, by rank.
+        """Call a method of every worker of the server at once (`engines/vllm/worker.py`).
+
+        Returns their JSON answers, by rank.
 
         Raises:
             EngineLost: the server did not answer, for example because its workers do not have the method.
@@ -405,7 +438,8 @@ class ServerCalls:
     def _check(self, answer: httpx.Response, text: str, path: str) -> None:
         if answer.status_code == 401:
             raise InputError(
-                f"the server at {self.url} needs a key: set LOCKSTEP_SERVER_KEY, or set vllm_server_key_file to the file that "
+                f"the server at {self.url} needs a key: set LOCKSTEP_SERVER_KEY, or set vllm_server_key_file "
+                f"to the file that "
                 "'lockstep serve' named"
             )
         if answer.status_code == 404 and "does not exist" in text:
@@ -414,7 +448,9 @@ class ServerCalls:
             # Some paths of vLLM exist, but vLLM refuses them unless its command line opens them.
             raise InputError(f"the server at {self.url} does not have {path}, or refuses it. {HOW_TO_START}")
         if answer.status_code >= 300:
-            raise LockstepError(f"the server at {self.url} refused {path} with status {answer.status_code}: {text}")
+            raise LockstepError(
+                f"the server at {self.url} refused {path} with status {answer.status_code}: {text}"
+            )
 
     def _lost(self, path: str, what: str, *, refused: bool = False) -> EngineLost:
         return EngineLost(f"the server at {self.url} {what} (at {path})", self._recover, refused=refused)
@@ -470,11 +506,14 @@ def check_urls(name: str, urls: Sequence[str], given: str = "separated by commas
     for url in urls:
         if "@" in url:
             raise InputError(
-                f"{name} contains a user name or password; remove it: the key belongs in LOCKSTEP_SERVER_KEY or in the key file"
+                f"{name} contains a user name or password; remove it: the key belongs in LOCKSTEP_SERVER_KEY "
+                f"or in the key file"
             )
         try:
             parts = urlsplit(url)
-            is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and not any(map(str.isspace, url))
+            is_valid = (
+                parts.scheme in ("http", "https") and bool(parts.hostname) and not any(map(str.isspace, url))
+            )
             is_valid = is_valid and parts.port != 0
         except ValueError:
             is_valid = False
@@ -493,29 +532,38 @@ def _why_no_proof(url: str, *, has_answered: bool) -> str:
     if has_answered:
         return (
             f"the server at {url} does not accept the key: it has another key, or it is another program. Set "
-            "LOCKSTEP_SERVER_KEY, or set vllm_server_key_file to the file that 'lockstep serve' named. The key was not sent"
+            "LOCKSTEP_SERVER_KEY, or set vllm_server_key_file to the file that 'lockstep serve' named. The "
+            "key was not sent"
         )
     return (
-        f"the program at {url} could not prove that it has the key, so that the key was not sent. Is it 'lockstep serve'? A server "
-        "without a guard needs no key: unset LOCKSTEP_SERVER_KEY. To give vLLM's own server the guard, start it with --middleware "
+        f"the program at {url} could not prove that it has the key, so that the key was not sent. Is it "
+        f"'lockstep serve'? A server "
+        "without a guard needs no key: unset LOCKSTEP_SERVER_KEY. To give vLLM's own server the guard, start "
+        "it with --middleware "
         "lockstep.server.guard.KeyGuard and the key in LOCKSTEP_SERVER_KEY"
     )
 
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """The certificates that OpenSSL finds (SSL_CERT_FILE). This process reads them only once, because reading takes 20 ms."""
+    """The certificates that OpenSSL finds (SSL_CERT_FILE).
+
+    This process reads them only once, because reading takes 20 ms.
+    """
     return ssl.create_default_context()
 
 
 def _file_limit_reached(error: BaseException) -> str | None:
-    """The message for a call that failed because this process has too many open files; None: the call failed for another reason."""
+    """The message for a call that failed because this process has too many open files; None: the call failed for
+    another reason.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             return (
-                f"this process may open only {limit} files and connections ({cause.strerror}): raise the limit (ulimit -n 4096) "
+                f"this process may open only {limit} files and connections ({cause.strerror}): raise the "
+                f"limit (ulimit -n 4096) "
                 "and start the same command again"
             )
         cause = cause.__cause__ or cause.__context__

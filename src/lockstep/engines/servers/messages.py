@@ -67,7 +67,10 @@ class SentPictures:
         self._locks: WeakValueDictionary[tuple[str, ...], asyncio.Lock] = WeakValueDictionary()
 
     def one_at_a_time(self, pictures: PromptPictures) -> AbstractAsyncContextManager[Any]:
-        """A lock that all requests with these pictures share. One request sends the pictures, and the others wait for it."""
+        """A lock that all requests with these pictures share.
+
+        One request sends the pictures, and the others wait for it.
+        """
         return self._locks.setdefault(pictures.digests, asyncio.Lock())
 
     def missing(self, pictures: PromptPictures, capacity: int) -> tuple[Picture, ...]:
@@ -82,7 +85,8 @@ class SentPictures:
         sizes = {picture.digest: _size(picture) for picture in pictures.pictures}
         if (needed := sum(sizes.values())) > capacity // 2:
             raise InputError(
-                f"the pictures of a prompt have {needed} bytes, and the server's cache of inputs has {capacity} bytes; it must "
+                f"the pictures of a prompt have {needed} bytes, and the server's cache of inputs has "
+                f"{capacity} bytes; it must "
                 "have twice as many: start the server with a larger --mm-processor-cache-gb, or use smaller pictures"
             )
         return tuple({p.digest: p for p in pictures.pictures if p.digest not in self._held}.values())
@@ -120,7 +124,9 @@ def encoded(picture: Picture) -> str:
     rows, single = piece_tensors(picture)
     whole = {"keep_on_cpu": False, "slices": [[0, len(picture.pixel_values), None]], "dim": 0}
     item = {name: {"data": _tensor(tensor), "field": ["flat", whole]} for name, tensor in rows.items()}
-    item |= {name: {"data": _tensor(t), "field": ["batched", {"keep_on_cpu": True}]} for name, t in single.items()}
+    item |= {
+        name: {"data": _tensor(t), "field": ["batched", {"keep_on_cpu": True}]} for name, t in single.items()
+    }
     return base64.b64encode(msgspec.msgpack.encode(item)).decode()
 
 
@@ -135,7 +141,8 @@ def check_places(request: GenerationRequest, answer: Mapping[str, Any]) -> None:
     if found != expected:
         raise ProofError(
             "echo",
-            f"request {request.key}: pictures were sent for the places {expected!s:.200}, and the server reports {found!s:.200}",
+            f"request {request.key}: pictures were sent for the places {expected!s:.200}, and the server "
+            f"reports {found!s:.200}",
             "a program between trainer and server changed the request, or this release of vLLM reads it differently",
             "install the version of vLLM that Lockstep is tested with, and remove proxies between trainer and server",
         )
@@ -145,8 +152,8 @@ def check_encoded(pictures: Sequence[Picture], workers: Sequence[Mapping[str, st
     """Check that the workers of a server have encoded the pictures that were sent.
 
     Args:
-        workers: per worker and digest, the digest of the tensors that the worker has encoded under it. None: it has encoded none;
-            the later stages of a pipeline never encode pictures.
+        workers: per worker and digest, the digest of the tensors that the worker has encoded under it. None: it has
+            encoded none; the later stages of a pipeline never encode pictures.
 
     Raises:
         ProofError: a worker has encoded other tensors, or no worker has encoded any.
@@ -156,9 +163,11 @@ def check_encoded(pictures: Sequence[Picture], workers: Sequence[Mapping[str, st
         if found != {picture.digest}:
             raise ProofError(
                 "echo",
-                f"the server at {url} encoded {', '.join(map(str, found)) or 'nothing'} under the digest {picture.digest}",
+                f"the server at {url} encoded {', '.join(map(str, found)) or 'nothing'} under the digest "
+                f"{picture.digest}",
                 "another picture was sent or kept under this digest, or its tensors were changed on their way",
-                "restart the server, so that its cache of pictures is empty; if this happens again, report it with this message",
+                "restart the server, so that its cache of pictures is empty; if this happens again, report it "
+                "with this message",
             )
 
 
@@ -215,12 +224,15 @@ def generation_body(request: GenerationRequest, name: str) -> dict[str, Any]:
     return body if request.pictures is None else body | {"features": features(request.pictures)}
 
 
-def pictures_body(request: GenerationRequest, sent: Sequence[Picture], name: str, *, first: bool) -> dict[str, Any]:
+def pictures_body(
+    request: GenerationRequest, sent: Sequence[Picture], name: str, *, first: bool
+) -> dict[str, Any]:
     """The body of a request whose only purpose is to send the pictures of a prompt. It asks for one token.
 
     Args:
         sent: the pictures that the server does not hold yet.
-        first: whether the server answers before the generation requests that wait; only for servers that accept priorities.
+        first: whether the server answers before the generation requests that wait; only for servers that accept
+            priorities.
     """
     assert request.pictures is not None
     body = _body(request.prompt_ids.tolist(), name, {"max_tokens": 1, "detokenize": False})
@@ -231,7 +243,8 @@ def scoring_body(ids: tuple[int, ...], name: str, *, first: bool) -> dict[str, A
     """The body of a request for the log-probs of the prompt itself. vLLM computes them without its prefix cache.
 
     Args:
-        first: whether the server answers before the generation requests that wait; only for servers that accept priorities.
+        first: whether the server answers before the generation requests that wait; only for servers that accept
+            priorities.
     """
     return _body(np.asarray(ids).tolist(), name, SCORING_FIELDS) | _priority(first)
 
@@ -245,7 +258,9 @@ def _body(ids: list[int], name: str, params: Mapping[str, Any]) -> dict[str, Any
 
 
 @_refusing_broken
-def completion_from(answer: Any, request: GenerationRequest, name: str, versions: Mapping[str, int]) -> Completion:
+def completion_from(
+    answer: Any, request: GenerationRequest, name: str, versions: Mapping[str, int]
+) -> Completion:
     """Convert one answer to a completion.
 
     Args:
@@ -253,8 +268,8 @@ def completion_from(answer: Any, request: GenerationRequest, name: str, versions
         versions: the weight version of each stamp that this trainer has given to the server.
 
     Raises:
-        ProofError: the answer belongs to another request, has pictures in other places, lacks a log-prob, or was sampled by
-            weights that this trainer did not push.
+        ProofError: the answer belongs to another request, has pictures in other places, lacks a log-prob, or was
+            sampled by weights that this trainer did not push.
         LockstepError: the request ended for a reason other than a stop or the length limit.
     """
     choice = _choice(answer, name)
@@ -270,19 +285,23 @@ def completion_from(answer: Any, request: GenerationRequest, name: str, versions
         logprobs=_logprobs(request, token_ids, choice),
         weight_versions=_versions(request, choice.get("weight_versions") or [], versions, len(token_ids)),
         finish_reason=cast(FinishReason, finish),
-        kept_ids=reported_kept_ids(request.key, choice.get("sampling_mask"), filtered=request.sampling.is_filtered),
+        kept_ids=reported_kept_ids(
+            request.key, choice.get("sampling_mask"), filtered=request.sampling.is_filtered
+        ),
         # The server knows the pictures by their digests, and the answer reports the same places.
         pictures=request.pictures,
     )
 
 
 @_refusing_broken
-def scores_from(answer: Any, ids: tuple[int, ...], name: str, versions: Mapping[str, int]) -> tuple[float, ...]:
+def scores_from(
+    answer: Any, ids: tuple[int, ...], name: str, versions: Mapping[str, int]
+) -> tuple[float, ...]:
     """Log-prob of every id except the first. If a log-prob is missing, the result is shorter.
 
     Raises:
-        ProofError: the answer belongs to another request or to other ids, or was computed by weights that this trainer did
-            not push.
+        ProofError: the answer belongs to another request or to other ids, or was computed by weights that this
+            trainer did not push.
     """
     choice = _choice(answer, name)
     _check_stamps(name, choice.get("weight_versions") or [], versions)
@@ -333,7 +352,8 @@ def _logprobs(request: GenerationRequest, token_ids: list[int], choice: Mapping[
     ]
     raise ProofError(
         "logprobs",
-        f"request {request.key} has {len(token_ids)} tokens and {len(entries)} log-probs; {len(values)} log-probs are finite and "
+        f"request {request.key} has {len(token_ids)} tokens and {len(entries)} log-probs; {len(values)} "
+        f"log-probs are finite and "
         "belong to its tokens",
         "the server was started without log-probs, or its model computes NaN",
         "start the server with 'lockstep serve'; if it was started so, look for NaN in the weights",
@@ -352,7 +372,8 @@ def _check_stamps(name: str, spans: list[Mapping[str, Any]], versions: Mapping[s
     if unknown or not spans:
         raise ProofError(
             "version",
-            f"request {name} was answered with weights that this trainer did not push (stamp {unknown[0] if unknown else None!r})",
+            f"request {name} was answered with weights that this trainer did not push (stamp "
+            f"{unknown[0] if unknown else None!r})",
             "another trainer pushes weights to this server",
             "let only one trainer use the server; this trainer pushes its weights again when it continues",
         )
@@ -367,7 +388,9 @@ def _mixed_up(found: str) -> ProofError:
     )
 
 
-def agreed_answers(workers: Sequence[Mapping[str, T]], engine: str, same: Callable[[T, T], bool] = eq) -> dict[str, T]:
+def agreed_answers(
+    workers: Sequence[Mapping[str, T]], engine: str, same: Callable[[T, T], bool] = eq
+) -> dict[str, T]:
     """The answers of all workers that share a model, by module.
 
     Args:
@@ -392,7 +415,9 @@ def agreed_answers(workers: Sequence[Mapping[str, T]], engine: str, same: Callab
 
 def loaded_from(found: Mapping[str, Any], server: str) -> LoadedWeights:
     """Convert the acknowledgement of one worker. `server` is the name of its server in errors."""
-    tensors = tuple(TensorSpec(name, dtype, tuple(shape), digest) for name, dtype, shape, digest in found["tensors"])
+    tensors = tuple(
+        TensorSpec(name, dtype, tuple(shape), digest) for name, dtype, shape, digest in found["tensors"]
+    )
     untouched, unstored = tuple(found["untouched"]), tuple(found["unstored"])
     return LoadedWeights(tensors, untouched, server, unknown_base=found["unknown_base"], unstored=unstored)
 

@@ -80,7 +80,8 @@ class ServerRequests:
     ) -> None:
         self._servers, self._stamps, self._recover, self._adapters = servers, stamps, recover, adapters
         self._loads: WeakKeyDictionary[ServerCalls, _Load] = WeakKeyDictionary()
-        # URL of the server of each of the last rollouts, for errors. The key consists of the first two fields of `RequestKey`.
+        # URL of the server of each of the last rollouts, for errors. The key consists of the first two fields of
+        # `RequestKey`.
         self.answered: dict[tuple[str, int], str] = {}
 
     def serve(
@@ -94,8 +95,8 @@ class ServerRequests:
         """Send each request of an inbox in a separate call, until the inbox is closed.
 
         Args:
-            begin: checks a request before it is sent. Returns a function. When the completion has arrived, this function returns
-                the weight versions that may have sampled it.
+            begin: checks a request before it is sent. Returns a function. When the completion has arrived, this
+                function returns the weight versions that may have sampled it.
             timeout: seconds for one request, if the inbox has no limit of its own.
             vocab_size: number of logits of the model.
 
@@ -111,7 +112,9 @@ class ServerRequests:
                     if requests is None:
                         return
                     for request in requests:
-                        call = self._answer(request, routes, inbox, begin(request), inbox.limit or timeout, vocab_size)
+                        call = self._answer(
+                            request, routes, inbox, begin(request), inbox.limit or timeout, vocab_size
+                        )
                         calls[request.key] = loop.start(call, lambda found: found)
                 for key in inbox.given_up():
                     calls[key].cancel()
@@ -141,7 +144,9 @@ class ServerRequests:
             what = f"the server at {server.url} did not finish request {request.key} within {limit:.0f} s"
             inbox.failed(
                 request.key,
-                EngineLost(f"{what}; raise vllm_server_timeout or lower max_completion_length", self._recover),
+                EngineLost(
+                    f"{what}; raise vllm_server_timeout or lower max_completion_length", self._recover
+                ),
             )
         except asyncio.CancelledError:
             inbox.failed(request.key, LockstepError(CLOSED))
@@ -160,8 +165,9 @@ class ServerRequests:
     def route(self, request: GenerationRequest, routes: Routes) -> ServerCalls:
         """Choose the server of a request.
 
-        All requests of a rollout and all samples of a prompt go to the same server, because it has their prefix in its cache. A new
-        prompt, and a prompt whose server has left, goes to the server that has the fewest tokens still to sample.
+        All requests of a rollout and all samples of a prompt go to the same server, because it has their prefix in
+        its cache. A new prompt, and a prompt whose server has left, goes to the server that has the fewest tokens
+        still to sample.
         """
         rollout, prompt = request.key[:2], request.prompt_ids.tobytes()
         servers = tuple(self._servers)
@@ -178,7 +184,9 @@ class ServerRequests:
     def score(
         self, sequences: Sequence[tuple[int, ...]], stamp: str, limit: float
     ) -> Coroutine[Any, Any, list[tuple[float, ...]]]:
-        """Log-probs of every id of each sequence, except the first id. The sequences are distributed evenly over the servers.
+        """Log-probs of every id of each sequence, except the first id.
+
+        The sequences are distributed evenly over the servers.
 
         Args:
             stamp: stamp of the weights that must have computed the log-probs.
@@ -187,7 +195,9 @@ class ServerRequests:
             EngineLost: a server did not answer, or not in time.
         """
         servers = tuple(self._servers)
-        calls = [self.score_one(ids, servers[i % len(servers)], stamp, limit) for i, ids in enumerate(sequences)]
+        calls = [
+            self.score_one(ids, servers[i % len(servers)], stamp, limit) for i, ids in enumerate(sequences)
+        ]
         return self._all(calls, limit)
 
     async def _all(self, calls: Sequence[Coroutine[Any, Any, T]], limit: float) -> list[T]:
@@ -245,7 +255,9 @@ class ServerRequests:
         for server in tuple(self._servers):
             self.load(server).pictures.forget()
 
-    async def score_one(self, ids: tuple[int, ...], server: ServerCalls, stamp: str, limit: float) -> tuple[float, ...]:
+    async def score_one(
+        self, ids: tuple[int, ...], server: ServerCalls, stamp: str, limit: float
+    ) -> tuple[float, ...]:
         """Log-probs of every id of a sequence from one server, except of the first id."""
         name = _name("score")
         body = scoring_body(ids, name, first=server.takes_priorities)
@@ -263,7 +275,9 @@ class ServerRequests:
         if answer is None:
             raise EngineLost(f"the server at {server.url} sent an empty answer", self._recover)
         if INITIAL_WEIGHTS in stamps_of(answer):
-            raise EngineLost(f"the server at {server.url} was restarted with its first weights", self._recover)
+            raise EngineLost(
+                f"the server at {server.url} was restarted with its first weights", self._recover
+            )
         return answer
 
 

@@ -1,4 +1,6 @@
-"""One or several vLLM servers behind the engine protocol. Each request goes to the least busy server; weights go to all servers.
+"""One or several vLLM servers behind the engine protocol.
+
+Each request goes to the least busy server; weights go to all servers.
 
 Requests come from an inbox (`contract/inbox.py`) and are sent over HTTP as ids. Weights go through a transport of
 `weights/wire/`. When a server does not answer, the engine raises `EngineLost`. Before it sends requests again, the
@@ -19,7 +21,14 @@ from typing import Any
 
 import torch
 
-from lockstep.contract.inbox import Inbox, answer_all, check_request, check_requests, check_scores, check_scoring
+from lockstep.contract.inbox import (
+    Inbox,
+    answer_all,
+    check_request,
+    check_requests,
+    check_scores,
+    check_scoring,
+)
 from lockstep.contract.probe import EngineModules, ProbedModule, decode_floats
 from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
 from lockstep.contract.tensors import LoadedWeights
@@ -44,17 +53,18 @@ class VLLMServer:
         urls: base URL of each server.
         keys: key of each server; None for a server without a guard.
         timeout: seconds that a call or the wait for a server may take.
-        generation_timeouts: the time limit of one request for a completion, and of the wait for requests, as a multiple of
-            `timeout`.
+        generation_timeouts: the time limit of one request for a completion, and of the wait for requests, as a
+            multiple of `timeout`.
         transport: chooses the weight transport. It is called after the servers have answered.
         key_now: reads the key of the server with a URL again (`ServerCalls`).
-        run: distinguishes a run that trains an adapter from others on the same servers. It stays the same when the run is resumed.
+        run: distinguishes a run that trains an adapter from others on the same servers. It stays the same when the
+            run is resumed.
 
     Attributes:
         session: distinguishes this trainer's weights from the weights of other trainers and of earlier runs.
         servers: the servers that the engine has.
-        is_wanted: whether the run should still have the server with this URL. The engine does not wait for a lost server that it
-            should not have.
+        is_wanted: whether the run should still have the server with this URL. The engine does not wait for a lost
+            server that it should not have.
 
     Raises:
         InputError: a server does not accept the key, or was started without an option that training needs.
@@ -100,7 +110,9 @@ class VLLMServer:
         except EngineLost as lost:
             # Nothing can be recovered yet. If a healthy server has refused a call, its workers do not have our methods.
             self.close()
-            raise (InputError(f"{lost}. {HOW_TO_START}") if lost.refused else LockstepError(str(lost))) from lost
+            raise (
+                InputError(f"{lost}. {HOW_TO_START}") if lost.refused else LockstepError(str(lost))
+            ) from lost
         except BaseException:
             self.close()
             raise
@@ -119,7 +131,10 @@ class VLLMServer:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """The dtype of the servers' parameters. Wider tensors are cast to it before they are sent. None: there are several."""
+        """The dtype of the servers' parameters.
+
+        Wider tensors are cast to it before they are sent. None: there are several.
+        """
         return self._wire_dtype
 
     @property
@@ -132,9 +147,14 @@ class VLLMServer:
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
-        """Answer every request. If weights are pushed meanwhile, the tokens of one completion may have several versions."""
+        """Answer every request.
+
+        If weights are pushed meanwhile, the tokens of one completion may have several versions.
+        """
         settings = self.settings()
-        check_requests(requests, self._version, settings.max_model_len, settings.vocab_size, settings.request_limits)
+        check_requests(
+            requests, self._version, settings.max_model_len, settings.vocab_size, settings.request_limits
+        )
         return answer_all(self.serve, requests, on_answer)
 
     def serve(self, inbox: Inbox) -> None:
@@ -168,15 +188,20 @@ class VLLMServer:
             return scores
 
         stamp = self._stamp(self._committed[-1])
-        return self.loop.start(self.requests.score(list(sequences.values()), stamp, limit or self.timeout), checked)
+        return self.loop.start(
+            self.requests.score(list(sequences.values()), stamp, limit or self.timeout), checked
+        )
 
     # ---- proofs -----------------------------------------------------------------------------------------------------
 
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
         probed: dict[str, ProbedModule] = {}
         unreached: list[str] = []
-        for number, workers in enumerate(self.servers.workers("lockstep_modules", json.dumps(checkpoint_names))):
-            # Workers of one server have different layers (pipeline) or different parts of the same layers (tensor parallelism).
+        for number, workers in enumerate(
+            self.servers.workers("lockstep_modules", json.dumps(checkpoint_names))
+        ):
+            # Workers of one server have different layers (pipeline) or different parts of the same layers (tensor
+            # parallelism).
             for entry in (entry for found in workers for entry in found["probed"]):
                 name = self._prefix(number) + entry["name"]
                 probed[name] = ProbedModule(**{**entry, "name": name, "tensors": tuple(entry["tensors"])})
@@ -197,7 +222,9 @@ class VLLMServer:
         answers = self.servers.each_number(outputs_of)
         return {name: decode_floats(text) for found in answers for name, text in found.items()}
 
-    def ask_workers(self, question: str, arguments: Callable[[str], Sequence[Any] | None]) -> dict[str, Sequence[Any]]:
+    def ask_workers(
+        self, question: str, arguments: Callable[[str], Sequence[Any] | None]
+    ) -> dict[str, Sequence[Any]]:
         def answers_of(number: int) -> tuple[str, list[Any]]:
             server, name = self._servers[number], self.servers.name_of(number)
             given = arguments(name)
@@ -304,7 +331,8 @@ class VLLMServer:
     def recover(self) -> None:
         """Drop all agreements with the servers, and wait until every server answers again.
 
-        A server that does not answer within the time limit leaves, if another server does; one that is not wanted leaves at once.
+        A server that does not answer within the time limit leaves, if another server does; one that is not wanted
+        leaves at once.
 
         Raises:
             LockstepError: no server came back within the time limit.
@@ -330,9 +358,13 @@ class VLLMServer:
         """Wait until every server can be used. The ones that leave are dropped."""
         deadline, problems = time.monotonic() + self.timeout, dict[ServerCalls, str]()
         urls = ", ".join(server.url for server in self._servers)
-        with waiting(f"the server at {urls} to come back", self.timeout, lambda: "; ".join(problems.values())):
+        with waiting(
+            f"the server at {urls} to come back", self.timeout, lambda: "; ".join(problems.values())
+        ):
             while problems := self.servers.problems(self.timeout):
-                self._drop_gone(problems, is_late=self._closed.wait(HEALTH_EVERY) or time.monotonic() > deadline)
+                self._drop_gone(
+                    problems, is_late=self._closed.wait(HEALTH_EVERY) or time.monotonic() > deadline
+                )
 
     def _drop_gone(self, problems: dict[ServerCalls, str], *, is_late: bool) -> None:
         """Go on without the servers that are not wanted any more or, if it `is_late`, without all that cannot be used.
@@ -343,13 +375,18 @@ class VLLMServer:
         gone = [server for server in problems if is_late or not self.is_wanted(server.url)]
         if len(gone) < len(self._servers):
             for server in gone:
-                waited = f"did not come back within {self.timeout:.0f} s" if is_late else "is not wanted any more"
+                waited = (
+                    f"did not come back within {self.timeout:.0f} s" if is_late else "is not wanted any more"
+                )
                 self._drop([server], f"it {waited} ({problems[server]})")
         elif is_late:
             raise unreachable(gone[0], self.timeout, problems[gone[0]])
 
     def leave(self, urls: Collection[str], why: str) -> None:
-        """Send nothing more to some servers. At least one other server remains. They may still answer requests that they have."""
+        """Send nothing more to some servers.
+
+        At least one other server remains. They may still answer requests that they have.
+        """
         gone = [server for server in self._servers if server.url in urls]
         for server in gone:
             self.adapters.leave_server(server)
@@ -370,7 +407,9 @@ class VLLMServer:
         return self.servers.healthy(urls, self.loop)
 
     def name_versions_as(self, other: VLLMServer) -> None:
-        """Name weight versions and adapters as another engine does. After one push this engine's servers can then join it.
+        """Name weight versions and adapters as another engine does.
+
+        After one push this engine's servers can then join it.
 
         Raises:
             InputError: the other engine has one of these servers already.

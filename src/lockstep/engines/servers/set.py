@@ -56,7 +56,8 @@ def await_health(server: ServerCalls, timeout: float, closed: threading.Event) -
 def unreachable(server: ServerCalls, timeout: float, problem: str) -> LockstepError:
     """The error for a server that was waited for in vain."""
     return LockstepError(
-        f"the server at {server.url} did not answer within {timeout:.0f} s; is it running ('lockstep serve MODEL')? The run can be "
+        f"the server at {server.url} did not answer within {timeout:.0f} s; is it running ('lockstep serve "
+        f"MODEL')? The run can be "
         f"resumed from its last checkpoint when the server runs. The last answer: {problem}"
     )
 
@@ -84,16 +85,19 @@ def read_state(server: ServerCalls) -> None:
     state = workers[0]
     if state["backend"] != SERVER_BACKEND:
         raise InputError(
-            f"the server at {server.url} receives weights by {state['backend']!r}, not by {SERVER_BACKEND!r}. {HOW_TO_START}"
+            f"the server at {server.url} receives weights by {state['backend']!r}, not by {SERVER_BACKEND!r}. "
+            f"{HOW_TO_START}"
         )
     if state["copies"] != 1:
         raise InputError(
-            f"the server at {server.url} keeps {state['copies']} copies of the model (data_parallel_size), and a trainer cannot "
+            f"the server at {server.url} keeps {state['copies']} copies of the model (data_parallel_size), "
+            f"and a trainer cannot "
             "distinguish them; start one server per copy without this argument, and give all URLs"
         )
     if state["splits_prompts"]:
         raise InputError(
-            f"the server at {server.url} computes prompts in parts (chunked prefill). On a CPU its engine would end when it splits "
+            f"the server at {server.url} computes prompts in parts (chunked prefill). On a CPU its engine "
+            f"would end when it splits "
             f"the prompt of a request with a seed. {HOW_TO_START}"
         )
     server.settings, server.instance = settings_from(state["settings"]), state["instance"]
@@ -133,7 +137,8 @@ def agreed_settings(servers: Sequence[ServerCalls]) -> EngineSettings:
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
-# Seconds that a server outside the set may take to say that it is healthy. The trainer waits for this between two generations.
+# Seconds that a server outside the set may take to say that it is healthy. The trainer waits for this between two
+# generations.
 _UP_LIMIT = 1.0
 
 
@@ -205,7 +210,9 @@ class ServerSet:
             InputError: two URLs belong to the same server.
             ProofError: two servers have different settings.
         """
-        return agreed_settings(self.all), only_dtype([name for server in self.all for name in server.loads_in])
+        return agreed_settings(self.all), only_dtype(
+            [name for server in self.all for name in server.loads_in]
+        )
 
     def healthy(self, urls: Collection[str], loop: CallLoop) -> list[str]:
         """Those of some servers, outside the set, that say within a second that they are healthy."""
@@ -226,7 +233,9 @@ class ServerSet:
         self.all[:] = [server for server in self.all if server not in gone]
         for server in gone:
             self.left[server.url] = why
-            _logger.warning(f"the server at {server.url} has left the run, which goes on with {self._count}: {why}")
+            _logger.warning(
+                f"the server at {server.url} has left the run, which goes on with {self._count}: {why}"
+            )
 
     def add(self, servers: Sequence[ServerCalls], order: Sequence[str]) -> None:
         """Go on with further servers, in the order of these URLs."""
@@ -234,7 +243,9 @@ class ServerSet:
         self._pool.shutdown(wait=False)
         self._pool = _pool_for(self.all)
         for server in servers:
-            _logger.warning(f"the server at {server.url} has joined the run, which goes on with {self._count}")
+            _logger.warning(
+                f"the server at {server.url} has joined the run, which goes on with {self._count}"
+            )
 
     @property
     def _count(self) -> str:
@@ -295,7 +306,8 @@ def _begin(server: ServerCalls) -> Pending[Any, Any]:
     Returns:
         The call that pauses. vLLM answers it only 20 ms after the server has stopped.
     """
-    # By default the pause would also drop the pictures that requests need. `reset_caches` drops what depends on weights.
+    # By default the pause would also drop the pictures that requests need. `reset_caches` drops what depends on
+    # weights.
     pause = server.begin("POST", "/pause", mode="keep", clear_cache="false")
     try:
         workers, paused = server.together(

@@ -85,14 +85,16 @@ def adapter_arguments(rank: int, layers: Collection[str]) -> dict[str, Any]:
 
     Args:
         rank: largest rank of the adapter's layers.
-        layers: names of the adapted layers. vLLM puts a LoRA layer around these only, because each LoRA layer costs time.
+        layers: names of the adapted layers. vLLM puts a LoRA layer around these only, because each LoRA layer costs
+            time.
 
     Raises:
         InputError: the rank is larger than vLLM supports.
     """
     if rank > RANKS[-1]:
         raise InputError(
-            f"the adapter has rank {rank}, and vLLM's LoRA supports at most {RANKS[-1]}: lower lora_r, or leave vllm_enable_lora "
+            f"the adapter has rank {rank}, and vLLM's LoRA supports at most {RANKS[-1]}: lower lora_r, or "
+            f"leave vllm_enable_lora "
             "out; then merged weights are sent"
         )
     return {

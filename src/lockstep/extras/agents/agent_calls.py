@@ -30,7 +30,8 @@ class Wishes:
     Attributes:
         reads_calls: whether tool calls in the turn are given as calls. Otherwise they stay text.
         call: the function that must be called; the empty text: any function; None: none must be.
-        one_call: whether the answer may have one tool call at most. Further calls of the turn are left out of the answer.
+        one_call: whether the answer may have one tool call at most. Further calls of the turn are left out of the
+            answer.
         is_json: whether the content must be JSON.
         logprobs: whether the answer tells the log-prob of each sampled id.
         stop: strings that end the turn. They are not part of the answer's text.
@@ -58,7 +59,9 @@ class Wishes:
 
     def before_stop(self, text: str) -> str:
         """The text before the first stop string."""
-        return text[: min((found for stop in self.stop if (found := text.find(stop)) >= 0), default=len(text))]
+        return text[
+            : min((found for stop in self.stop if (found := text.find(stop)) >= 0), default=len(text))
+        ]
 
 
 NO_WISHES = Wishes()
@@ -117,12 +120,18 @@ def _wants_json(request: Mapping[str, Any]) -> bool:
     text = request.get("text")
     given = request.get("response_format")
     if text is not None:
-        if not isinstance(text, Mapping) or set(text) - {"format", "verbosity"} or text.get("verbosity") is not None:
+        if (
+            not isinstance(text, Mapping)
+            or set(text) - {"format", "verbosity"}
+            or text.get("verbosity") is not None
+        ):
             raise bad_value("text", f"text={text!r:.80} is not supported; only its field format is")
         given = text.get("format")
     kind = given.get("type") if isinstance(given, Mapping) else given
     if kind not in (None, "text", "json_object", "json_schema"):
-        raise bad_value("response_format" if text is None else "text", f"the format {given!r:.80} is not supported")
+        raise bad_value(
+            "response_format" if text is None else "text", f"the format {given!r:.80} is not supported"
+        )
     return kind in ("json_object", "json_schema")
 
 
@@ -134,7 +143,9 @@ def _stop(given: Any, of_run: Sequence[str]) -> tuple[str, ...]:
     """
     found = [given] if isinstance(given, str) else given if given is not None else []
     if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
-        raise bad_value("stop", f"stop={given!r:.80}; it must be a text or a list of texts that are not empty")
+        raise bad_value(
+            "stop", f"stop={given!r:.80}; it must be a text or a list of texts that are not empty"
+        )
     if len(found) > _MOST_STOPS:
         raise bad_value("stop", f"stop has {len(found)} strings; at most {_MOST_STOPS} are supported")
     return tuple(dict.fromkeys(text for text in found if text not in of_run))
@@ -152,19 +163,22 @@ def _tell(request: Mapping[str, Any], wishes: Wishes, limits: RunLimits) -> None
     if wishes.call is not None:
         limits.tell(
             "tool_choice",
-            f"an agent asks for tool_choice={request['tool_choice']!r:.80}: nothing forces the call, because the run samples all "
+            f"an agent asks for tool_choice={request['tool_choice']!r:.80}: nothing forces the call, because "
+            f"the run samples all "
             "turns from one distribution. Turns without it are answered as they are (agent/unmet counts them)",
         )
     if wishes.is_json:
         limits.tell(
             "response_format",
-            "an agent asks for JSON: nothing forces it, because the run samples all turns from one distribution. Turns whose text "
+            "an agent asks for JSON: nothing forces it, because the run samples all turns from one "
+            "distribution. Turns whose text "
             "is no JSON are answered as they are (agent/unmet counts them)",
         )
     if request.get("seed") is not None:
         limits.tell(
             "seed",
-            "an agent sends a seed: it has no effect, because each call has a seed of its own that follows from the rollout's",
+            "an agent sends a seed: it has no effect, because each call has a seed of its own that follows "
+            "from the rollout's",
         )
 
 
@@ -215,7 +229,8 @@ class Answer:
     Attributes:
         name: names the answer within its rollout. The APIs' ids are made of it.
         content: the turn's text without its thinking and its tool calls.
-        reasoning: the thinking. None: there is none, or it is part of the content because the chat template has no field for it.
+        reasoning: the thinking. None: there is none, or it is part of the content because the chat template has no
+            field for it.
         prompt_tokens: number of ids before the turn.
         completion_tokens: number of sampled ids, the end token included.
         logprobs: the text and the log-prob of each sampled id, in order. None: the agent did not ask for them.

@@ -31,7 +31,11 @@ def template_message(given: Any, param: str) -> Message:
     Raises:
         Refused: it is not such a message, or contains more than text, images and tool calls.
     """
-    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str) or given["role"] not in _ROLES:
+    if (
+        not isinstance(given, Mapping)
+        or not isinstance(given.get("role"), str)
+        or given["role"] not in _ROLES
+    ):
         raise bad_value(param, f"{param} needs a role out of {', '.join(_ROLES)}")
     if unknown := [name for name, value in given.items() if name not in _FIELDS and value]:
         raise bad_value(f"{param}.{unknown[0]}", f"{param}.{unknown[0]} is not supported; leave it out")
@@ -102,11 +106,14 @@ def _url_of(part: Mapping[str, Any], param: str) -> str:
     fields = given if isinstance(given, Mapping) else {**part, "url": given}
     if fields.get("detail") not in (None, "auto"):
         raise bad_value(
-            param, f"{param} asks for detail={fields['detail']!r:.40}; the run sets the sizes of images (max_pixels)"
+            param,
+            f"{param} asks for detail={fields['detail']!r:.40}; the run sets the sizes of images (max_pixels)",
         )
     url = fields.get("url")
     if not isinstance(url, str) or not (is_data_url(url) or is_url(url)):
-        raise bad_value(param, f"{param} has an image without a data: URL or an http(s) URL that image_urls allows")
+        raise bad_value(
+            param, f"{param} has an image without a data: URL or an http(s) URL that image_urls allows"
+        )
     return url
 
 
@@ -120,16 +127,20 @@ def text_of(content: Any, param: str) -> str:
         return content or ""
     parts = content if isinstance(content, list) else [content]
     if not all(
-        isinstance(p, Mapping) and p.get("type") in _TEXT_PARTS and isinstance(p.get("text"), str) for p in parts
+        isinstance(p, Mapping) and p.get("type") in _TEXT_PARTS and isinstance(p.get("text"), str)
+        for p in parts
     ):
         raise bad_value(
-            param, f"{param} must be text; only users and tools may show images, and other parts are not supported"
+            param,
+            f"{param} must be text; only users and tools may show images, and other parts are not supported",
         )
     return "".join(part["text"] for part in parts)
 
 
 def function_tools(tools: Any) -> tuple[dict[str, Any], ...]:
-    """Tools as chat templates read them. Both APIs' forms are accepted: `{"function": {…}}`, and the same fields without it.
+    """Tools as chat templates read them.
+
+    Both APIs' forms are accepted: `{"function": {…}}`, and the same fields without it.
 
     Raises:
         Refused: a tool is not a function.
@@ -138,11 +149,19 @@ def function_tools(tools: Any) -> tuple[dict[str, Any], ...]:
         raise bad_value("tools", "tools must be a list of functions")
     found = []
     for tool in tools or ():
-        function = tool.get("function", tool) if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+        function = (
+            tool.get("function", tool)
+            if isinstance(tool, Mapping) and tool.get("type") == "function"
+            else None
+        )
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise bad_value("tools", "every tool must be a function of the agent's own: type 'function', with a name")
+            raise bad_value(
+                "tools", "every tool must be a function of the agent's own: type 'function', with a name"
+            )
         kept = {
-            name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None
+            name: function[name]
+            for name in ("name", "description", "parameters")
+            if function.get(name) is not None
         }
         checked_text(kept.get("description", ""), "tools.function.description")
         if not isinstance(kept.get("parameters", {}), Mapping):
@@ -154,8 +173,9 @@ def function_tools(tools: Any) -> tuple[dict[str, Any], ...]:
 def normal_form(message: Message) -> str:
     """A text that is the same for two messages that say the same.
 
-    White space around an assistant's text does not count, because many frameworks remove it from the answers that they got. Its
-    thinking does not count, because most of them do not send it back. The order of a tool call's arguments does not count either.
+    White space around an assistant's text does not count, because many frameworks remove it from the answers that
+    they got. Its thinking does not count, because most of them do not send it back. The order of a tool call's
+    arguments does not count either.
     """
     if message["role"] == "assistant":
         message = {name: value for name, value in message.items() if name != THINKING}

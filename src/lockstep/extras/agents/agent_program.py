@@ -63,9 +63,11 @@ class Agent:
     """A user's agent.
 
     Attributes:
-        function: called as `function(base_url, api_key, row)` in a thread of its own. A coroutine function gets a loop there.
-        command: words of a command line. The row is JSON on its standard input; `OPENAI_BASE_URL` and `OPENAI_API_KEY` are in its
-            environment. If the last line of its output is a JSON object with `reward`, this is the reward.
+        function: called as `function(base_url, api_key, row)` in a thread of its own. A coroutine function gets a
+            loop there.
+        command: words of a command line. The row is JSON on its standard input; `OPENAI_BASE_URL` and
+            `OPENAI_API_KEY` are in its environment. If the last line of its output is a JSON object with `reward`,
+            this is the reward.
         timeout: seconds that one rollout may take.
     """
 
@@ -82,16 +84,22 @@ class Agent:
         """Run the agent to its end. Returns its reward; None: it gives none.
 
         Raises:
-            AgentFailed: it failed, or did not end in time. A command is killed then. A function's thread cannot be killed: it
-                goes on alone, and its calls are refused.
+            AgentFailed: it failed, or did not end in time. A command is killed then. A function's thread cannot be
+                killed: it goes on alone, and its calls are refused.
             InputError: the reward is not a finite number, or the row cannot be written as JSON for a command.
         """
-        work = self._call(base_url, api_key, row) if self.command is None else self._execute(base_url, api_key, row)
+        work = (
+            self._call(base_url, api_key, row)
+            if self.command is None
+            else self._execute(base_url, api_key, row)
+        )
         try:
             with waiting(f"agent {self.name}", self.timeout):
                 found = await asyncio.wait_for(work, self.timeout)
         except TimeoutError:
-            raise AgentFailed(f"agent {self.name} did not end within {self.timeout:g} s (agent_timeout)") from None
+            raise AgentFailed(
+                f"agent {self.name} did not end within {self.timeout:g} s (agent_timeout)"
+            ) from None
         return checked_reward(found, f"agent {self.name}")
 
     async def _call(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
@@ -104,13 +112,19 @@ class Agent:
         if error is not None:
             advice = ""
             if isinstance(error, TypeError) and self.function is not None:
-                advice = not_callable_as(self.function, "agent(base_url, api_key, row)", base_url, api_key, row)
+                advice = not_callable_as(
+                    self.function, "agent(base_url, api_key, row)", base_url, api_key, row
+                )
             raise AgentFailed(f"agent {self.name} raised {type(error).__name__}: {error}{advice}") from error
         return result
 
     async def _execute(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
         assert self.command is not None
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
+        with (
+            tempfile.TemporaryFile() as given,
+            tempfile.TemporaryFile() as said,
+            tempfile.TemporaryFile() as errors,
+        ):
             given.write(_row_as_json(row))
             given.seek(0)
             killer = of_users_code()
@@ -121,7 +135,9 @@ class Agent:
                     env=_environment(base_url, api_key),
                 )  # fmt: skip
             except OSError as error:
-                raise InputError(f"agent command {self.command[0]} cannot be started: {error.strerror}") from error
+                raise InputError(
+                    f"agent command {self.command[0]} cannot be started: {error.strerror}"
+                ) from error
             killer.add(process.pid)
             ended = _in_thread(process.wait)
             try:
@@ -149,7 +165,9 @@ def checked_reward(found: Any, name: str) -> Reward:
     except OverflowError:
         reward = math.inf
     if not math.isfinite(reward):
-        raise InputError(f"the reward of {name} is {found!r:.80}; it must be a finite number, or None for no reward")
+        raise InputError(
+            f"the reward of {name} is {found!r:.80}; it must be a finite number, or None for no reward"
+        )
     return reward
 
 
@@ -159,9 +177,11 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 def _in_thread(work: Callable[[], Any]) -> asyncio.Future[tuple[Any, BaseException | None]]:
     """What work returns or raises, in a thread of its own: what blocks holds up no other agent and not the gateway."""
-    # Not as the exception of the future: a cancellation would be one of this rollout, and StopIteration is not allowed there.
+    # Not as the exception of the future: a cancellation would be one of this rollout, and StopIteration is not
+    # allowed there.
     found: Future[tuple[Any, BaseException | None]] = Future()
-    # A running future cannot be cancelled: at a time limit the caller waits no longer, and the thread still sets its result.
+    # A running future cannot be cancelled: at a time limit the caller waits no longer, and the thread still sets its
+    # result.
     found.set_running_or_notify_cancel()
 
     def run() -> None:
@@ -208,7 +228,10 @@ _ANY_TOOL = (
         "function": {
             "name": "look",
             "description": "Look.",
-            "parameters": {"type": "object", "properties": {"place": {"type": "string", "description": "Where."}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"place": {"type": "string", "description": "Where."}},
+            },
         },
     },
 )
@@ -258,7 +281,9 @@ class Extensions:
                     raise
                 # If the template shows no tools at all, the run ends here. Otherwise it is about these ones.
                 self(_ANY_TOOL)
-                raise bad_value("tools", f"these tools cannot be shown to the model: {error!s:.300}") from error
+                raise bad_value(
+                    "tools", f"these tools cannot be shown to the model: {error!s:.300}"
+                ) from error
             # An agent may describe its tools in another way at each call.
             while len(self._made) >= _KEPT:
                 del self._made[next(other for other in self._made if other != "[]")]
@@ -270,7 +295,8 @@ class Extensions:
         asked = [{"role": "user", "content": "asked"}]
         if tools and len(made.prompt(asked)) == len(self(()).prompt(asked)):
             raise InputError(
-                "the agent offers tools, and the chat template does not show them to the model: use a template with tools, or "
+                "the agent offers tools, and the chat template does not show them to the model: use a "
+                "template with tools, or "
                 "let the agent describe its tools in a message and offer none"
             )
         return made
@@ -307,7 +333,9 @@ class AgentProgram:
             self._gateway.end(key)
             await recording.end()
         if not recording.counts.answered:
-            conversation.notes.setdefault("failed", f"agent {self._agent.name} ended without an answered call")
+            conversation.notes.setdefault(
+                "failed", f"agent {self._agent.name} ended without an answered call"
+            )
         if reward is not None:
             conversation.notes["rewards"] = {AGENT_REWARD: reward}
         conversation.notes.update(recording.notes())
@@ -318,7 +346,9 @@ class AgentProgram:
         row = {"prompt": prompt.source, "seed": conversation.environment_seed, **prompt.columns}
         if prompt.pictures is not None:
             row = await asyncio.to_thread(with_image_urls, row)
-        work: asyncio.Future[Any] = asyncio.ensure_future(self._agent.run(self._gateway.base_url(key), key, row))
+        work: asyncio.Future[Any] = asyncio.ensure_future(
+            self._agent.run(self._gateway.base_url(key), key, row)
+        )
         try:
             both: list[asyncio.Future[Any]] = [work, recording.failure]
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -385,7 +415,9 @@ class RolloutAgents:
         self._extensions = Extensions(tokenizer, end_ids, arguments, self._config.tool_format, placeholder)
 
     def start(self) -> AgentProgram:
-        """Start the gateway, and return the program of the run's rollouts. On the rank that holds the engine, after `open`.
+        """Start the gateway, and return the program of the run's rollouts.
+
+        On the rank that holds the engine, after `open`.
 
         Raises:
             InputError: the gateway cannot listen on its address.
@@ -410,7 +442,9 @@ class RolloutAgents:
             return self._extensions(()).prompt(row["prompt"])
         arguments = self._config.template_arguments
         special = self._config.add_special_tokens
-        return whole_numbers(render_prompt(row["prompt"], self._tokenizer, arguments, add_special_tokens=special))
+        return whole_numbers(
+            render_prompt(row["prompt"], self._tokenizer, arguments, add_special_tokens=special)
+        )
 
     def beside_environments(self, work: Callable[[], T], limit: float) -> T:
         """The result of work that needs nothing of another thread."""
@@ -426,8 +460,8 @@ class RolloutAgents:
         """What the calls of the agents were, per rollout.
 
         Returns:
-            `agent/` and each name of `recording.Counts`; `agent/branches`; and `agent/failed`, the share of the rollouts
-            whose agent failed.
+            `agent/` and each name of `recording.Counts`; `agent/branches`; and `agent/failed`, the share of the
+            rollouts whose agent failed.
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         found = {
@@ -460,7 +494,9 @@ def agent_of(agent: Any, timeout: float) -> Agent:
     try:
         words = shlex.split(agent)
     except ValueError as error:
-        raise InputError(f"the agent's command line {agent!r:.80} cannot be split into words: {error}") from error
+        raise InputError(
+            f"the agent's command line {agent!r:.80} cannot be split into words: {error}"
+        ) from error
     return Agent(None, tuple(words), timeout)
 
 
@@ -469,6 +505,7 @@ def _check(config: OnlineConfig) -> None:
         raise InputError("max_thinking_length is not supported together with an agent; leave one of them out")
     if config.agent_timeout >= config.generation_timeout:
         raise InputError(
-            f"agent_timeout={config.agent_timeout:g} must be below {config.generation_timeout:g} s, the time for which the engine "
+            f"agent_timeout={config.agent_timeout:g} must be below {config.generation_timeout:g} s, the time "
+            f"for which the engine "
             "waits while no agent asks anything; raise vllm_server_timeout"
         )

@@ -70,7 +70,12 @@ def whole(request: Mapping[str, Any], answers: Sequence[Answer], limits: RunLimi
 
 
 def _choice(place: int, answer: Answer) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None, "annotations": []}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": answer.content,
+        "refusal": None,
+        "annotations": [],
+    }
     if answer.reasoning is not None:
         message[THINKING] = answer.reasoning
     if answer.calls:
@@ -140,9 +145,11 @@ def _finish_reason(answer: Answer) -> str:
 def _logprobs(answer: Answer) -> dict[str, Any] | None:
     if answer.logprobs is None:
         return None
-    # One id may be a part of a character. Such a part alone is not valid text, and OpenAI's field for its bytes stays empty.
+    # One id may be a part of a character. Such a part alone is not valid text, and OpenAI's field for its bytes stays
+    # empty.
     tokens: list[dict[str, Any]] = [
-        {"token": text, "logprob": value, "bytes": None, "top_logprobs": []} for text, value in answer.logprobs
+        {"token": text, "logprob": value, "bytes": None, "top_logprobs": []}
+        for text, value in answer.logprobs
     ]
     return {"content": tokens, "refusal": None}
 

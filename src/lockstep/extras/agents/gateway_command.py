@@ -1,4 +1,6 @@
-"""`lockstep gateway`: runs an agent on every prompt of a dataset, and writes the rollouts with their ids. Nothing is learned.
+"""`lockstep gateway`: runs an agent on every prompt of a dataset, and writes the rollouts with their ids.
+
+Nothing is learned.
 
 It tries an agent before training, or makes rollouts for inspection. The engine, its weights and every id are proven
 as in training.
@@ -27,7 +29,10 @@ class GatewayArguments(AdaptedRunArguments):
     """The arguments of `lockstep gateway`."""
 
     rollouts_file: str = option(
-        "rollouts.jsonl", "File to write the rollouts to, one JSON object per line.", group="tools", common=True
+        "rollouts.jsonl",
+        "File to write the rollouts to, one JSON object per line.",
+        group="tools",
+        common=True,
     )
 
 
@@ -76,15 +81,25 @@ def _record(arguments: GatewayArguments, config: Any) -> int:
     finally:
         trainer.close()
     # Nothing that was sampled is lost to a column that is not JSON, such as a picture.
-    lines = [json.dumps(line, ensure_ascii=False, default=kind_in_json) for group in groups for line in lines_of(group)]
+    lines = [
+        json.dumps(line, ensure_ascii=False, default=kind_in_json)
+        for group in groups
+        for line in lines_of(group)
+    ]
     replace_text(Path(arguments.rollouts_file), "".join(f"{line}\n" for line in lines))
     count = sum(len(group.rollouts) for group in groups)
-    say(f"lockstep gateway: {count} rollouts of {len(groups)} prompts are in {arguments.rollouts_file}", flush=True)
+    say(
+        f"lockstep gateway: {count} rollouts of {len(groups)} prompts are in {arguments.rollouts_file}",
+        flush=True,
+    )
     return 0
 
 
 def lines_of(group: Any) -> Iterator[dict[str, Any]]:
-    """Each rollout of a group in JSON types. Every branch has its ids, which of them were sampled, and their log-probs."""
+    """Each rollout of a group in JSON types.
+
+    Every branch has its ids, which of them were sampled, and their log-probs.
+    """
     for rollout in group.rollouts:
         yield {
             "prompt_id": rollout.key.prompt_id,
@@ -97,7 +112,9 @@ def lines_of(group: Any) -> Iterator[dict[str, Any]]:
                 {
                     "prompt_ids": branch.prompt_ids.tolist(),
                     "token_ids": branch.token_ids.tolist(),
-                    "sampled": [True] * len(branch.token_ids) if branch.sampled is None else branch.sampled.tolist(),
+                    "sampled": [True] * len(branch.token_ids)
+                    if branch.sampled is None
+                    else branch.sampled.tolist(),
                     "logprobs": branch.logprobs.tolist(),
                     "finish_reason": branch.finish_reason,
                 }

@@ -44,7 +44,8 @@ class KnownTurn:
         context_ids: (C,) the ids after which the turn was sampled.
         turn_ids: (S,) the sampled ids.
         asked: number of messages before the first sampled turn of the conversation.
-        finish_reasons: the finish reason of each assistant's turn after those messages. None: it was not sampled in this rollout.
+        finish_reasons: the finish reason of each assistant's turn after those messages. None: it was not sampled in
+            this rollout.
     """
 
     messages: tuple[Message, ...]
@@ -64,13 +65,16 @@ class Turns:
         """Remember a turn.
 
         Args:
-            messages: the conversation up to this turn and with it, as the client knows it. Of two turns with equal messages, calls
-                extend the later one.
+            messages: the conversation up to this turn and with it, as the client knows it. Of two turns with equal
+                messages, calls extend the later one.
         """
         self._turns[_digests(messages, tools)[-1]] = turn
 
     def longest(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> KnownTurn | None:
-        """The turn whose messages are the longest beginning of `messages`, which go on after it. None: there is none."""
+        """The turn whose messages are the longest beginning of `messages`, which go on after it.
+
+        None: there is none.
+        """
         for digest in reversed(_digests(messages, tools)[:-1]):
             if digest in self._turns:
                 return self._turns[digest]
@@ -130,10 +134,13 @@ class Recording:
         failure: gets the first error that is not the agent's fault. The program raises it.
     """
 
-    def __init__(self, conversation: Conversation, extensions: Extensions, images: ImagePrompts | None = None) -> None:
+    def __init__(
+        self, conversation: Conversation, extensions: Extensions, images: ImagePrompts | None = None
+    ) -> None:
         self._conversation, self._extensions, self._images = conversation, extensions, images
         self._loop = asyncio.get_running_loop()
-        # Calls of one rollout wait for each other: each may use all room that is left, and their order decides their seeds.
+        # Calls of one rollout wait for each other: each may use all room that is left, and their order decides their
+        # seeds.
         self._turn = asyncio.Lock()
         self._turns = Turns()
         self._answers: dict[str, Answer] = {}
@@ -149,7 +156,9 @@ class Recording:
         self.failure: asyncio.Future[None] = self._loop.create_future()
 
     def submit(self, call: Call, listener: Listener | None = None) -> Future[Answer]:
-        """Begin to answer a call. Any thread may call it. Cancelling the future cancels the call, and its request in the engine.
+        """Begin to answer a call.
+
+        Any thread may call it. Cancelling the future cancels the call, and its request in the engine.
 
         Args:
             listener: follows the answer while its turn is sampled. It hears nothing of an answer that is repeated.
@@ -205,7 +214,8 @@ class Recording:
         try:
             known = self._turns.longest(messages, call.tools)
             new = tuple(
-                _in_form(m, extension.conventions) for m in messages[len(known.messages) if known is not None else 0 :]
+                _in_form(m, extension.conventions)
+                for m in messages[len(known.messages) if known is not None else 0 :]
             )
             new = await self._with_pictures(known, new)
             context = self._context(extension, known, new)
@@ -231,7 +241,8 @@ class Recording:
         except OutOfRoom as error:
             # Frameworks look for the words "context length" and then take the conversation as cut.
             raise no_room(
-                f"{error}: the rollout's budget (max_completion_length) or the model's context length (vllm_max_model_length) is "
+                f"{error}: the rollout's budget (max_completion_length) or the model's context length "
+                f"(vllm_max_model_length) is "
                 "used up"
             ) from error
         parsed = extension.read(turn.token_ids)
@@ -242,7 +253,9 @@ class Recording:
         # The template gets a turn as it was sampled, with its thinking, which most clients do not send back.
         before, asked, reasons = _earlier(known, messages, new)
         said = _with_ids(parsed.message, answer)
-        added = KnownTurn((*before, *new, said), context, turn.token_ids, asked, (*reasons, turn.finish_reason))
+        added = KnownTurn(
+            (*before, *new, said), context, turn.token_ids, asked, (*reasons, turn.finish_reason)
+        )
         self._turns.add(added, conversation, call.tools)
         self._last = conversation, added
         return answer
@@ -252,7 +265,9 @@ class Recording:
         earlier: tuple[Message, ...] = ()
         if call.previous is not None:
             if call.previous not in self._messages:
-                raise bad_value("previous_response_id", "previous_response_id names no response of this rollout")
+                raise bad_value(
+                    "previous_response_id", "previous_response_id names no response of this rollout"
+                )
             earlier = self._messages[call.previous]
         return (*([call.instructions] if call.instructions is not None else []), *earlier, *call.messages)
 
@@ -285,16 +300,22 @@ class Recording:
             self._seen |= dict(zip(unread, read, strict=True))
         return tuple(_each_image(message, lambda url: picture_part(self._seen[url][1])) for message in new)
 
-    def _placed(self, context: Ids, known: KnownTurn | None, new: tuple[Message, ...]) -> PromptPictures | None:
+    def _placed(
+        self, context: Ids, known: KnownTurn | None, new: tuple[Message, ...]
+    ) -> PromptPictures | None:
         """The pictures of the ids before a turn."""
         if self._images is None:
             return None
-        return self._images.placed(context, pictures_in([*(known.messages if known is not None else ()), *new]))
+        return self._images.placed(
+            context, pictures_in([*(known.messages if known is not None else ()), *new])
+        )
 
     def _continued(self, context: Ids, shown: PromptPictures | None) -> Branch:
         """The branch that ends with these ids and pictures: an old one that they continue exactly, or a new one."""
         conversation = self._conversation
-        found = [(len(b.ids), i) for i, b in enumerate(conversation.branches) if _continues(context, shown, b)]
+        found = [
+            (len(b.ids), i) for i, b in enumerate(conversation.branches) if _continues(context, shown, b)
+        ]
         if not found:
             branch = conversation.branch(context, shown)
             branch.insert(context[:0], room_after=1)
@@ -305,7 +326,14 @@ class Recording:
         return branch
 
     def _written(
-        self, call: Call, extension: Extension, turn: Turn, parsed: ParsedTurn, name: str, created: int, before: int
+        self,
+        call: Call,
+        extension: Extension,
+        turn: Turn,
+        parsed: ParsedTurn,
+        name: str,
+        created: int,
+        before: int,
     ) -> Answer:
         wishes = call.wishes
         self.counts.malformed += len(parsed.errors) if wishes.reads_calls else 0
@@ -321,7 +349,9 @@ class Recording:
             reasoning=shown.reasoning,
             calls=tuple(
                 # Some models write ids of their own, which their templates expect to see again.
-                AnsweredCall(c.id or self._made_up(f"call {i}", 9), c.name, json.dumps(c.arguments, ensure_ascii=False))
+                AnsweredCall(
+                    c.id or self._made_up(f"call {i}", 9), c.name, json.dumps(c.arguments, ensure_ascii=False)
+                )
                 for i, c in enumerate(calls[:1] if wishes.one_call else calls)
             ),
             finish_reason=turn.finish_reason,
@@ -338,14 +368,16 @@ class Recording:
         return tuple(zip(texts, map(float, turn.logprobs), strict=True))
 
     def _made_up(self, use: str, length: int) -> str:
-        """An id of letters and digits. It depends on the rollout's seed and the number of the turn only, because templates show the
+        """An id of letters and digits.
+
+        It depends on the rollout's seed and the number of the turn only, because templates show the
         ids of tool calls to the model. (Mistral's wants nine characters.)"""
         text = f"{self._conversation.seed} {self.counts.answered} {use}"
         return hashlib.blake2b(text.encode()).hexdigest()[:length]
 
     def notes(self) -> dict[str, Any]:
-        """The conversation of the last answer as reward functions get it (`prompt` and `messages`), the `finish_reasons` of its
-        assistant's turns (None: the agent wrote the turn itself), and the counts as `agent`."""
+        """The conversation of the last answer as reward functions get it (`prompt` and `messages`), the
+        `finish_reasons` of its assistant's turns (None: the agent wrote the turn itself), and the counts as `agent`."""
         counts = {"agent": asdict(self.counts)}
         if self._last is None:
             return {"prompt": [], "messages": [], "finish_reasons": [], **counts}
@@ -358,7 +390,9 @@ class Recording:
 def _earlier(
     known: KnownTurn | None, messages: tuple[Message, ...], new: tuple[Message, ...]
 ) -> tuple[tuple[Message, ...], int, tuple[FinishReason | None, ...]]:
-    """What is known of a conversation before its new messages: messages, number of messages that were asked, finish reasons."""
+    """What is known of a conversation before its new messages: messages, number of messages that were asked, finish
+    reasons.
+    """
     if known is None:
         return (), len(messages), ()
     written = sum(message["role"] == "assistant" for message in new)
@@ -376,7 +410,11 @@ def _continues(context: Ids, shown: PromptPictures | None, branch: Branch) -> bo
 def _images_in(messages: Iterable[Message]) -> list[dict[str, Any]]:
     contents = (message["content"] for message in messages)
     return [
-        part for content in contents if isinstance(content, list) for part in content if part.get("type") == "image"
+        part
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+        if part.get("type") == "image"
     ]
 
 

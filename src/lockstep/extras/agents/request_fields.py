@@ -91,7 +91,8 @@ class RunLimits:
     """What a run allows its agents to ask for.
 
     Attributes:
-        model: the name under which the policy is served. Requests may name another model, because agents often have a fixed name.
+        model: the name under which the policy is served. Requests may name another model, because agents often have a
+            fixed name.
         sampling: the distribution that the run samples from.
     """
 
@@ -162,7 +163,8 @@ def _check_of_the_run(name: str, value: Any, sampling: Sampling) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or value != ours:
         raise Refused(
             400,
-            f"{name}={value!r:.80} is not the {name} of this run ({ours:g}): a run samples from one distribution and trains the "
+            f"{name}={value!r:.80} is not the {name} of this run ({ours:g}): a run samples from one "
+            f"distribution and trains the "
             f"same one. Leave {name} out of the request, or change it in the run's config",
             "unsupported_value",
             name,

@@ -87,7 +87,9 @@ def messages_of(items: list[Any]) -> list[Message]:
                 message["tool_call_id"] = checked_text(item["call_id"], f"{param}.call_id")
             messages.append(message)
         else:
-            raise bad_value(param, f"{param} is not a message, a function call or the output of one; leave it out")
+            raise bad_value(
+                param, f"{param} is not a message, a function call or the output of one; leave it out"
+            )
         if reasoning and messages[-1]["role"] == "assistant":
             messages[-1][THINKING] = reasoning
         reasoning = ""
@@ -125,7 +127,12 @@ class Events:
 
     def __init__(self, request: Mapping[str, Any], name: str, created: int, limits: RunLimits) -> None:
         self._request, self._name, self._limits = request, name, limits
-        self._started = {**_head(request, name, created, limits), "status": "in_progress", "output": [], "usage": None}
+        self._started = {
+            **_head(request, name, created, limits),
+            "status": "in_progress",
+            "output": [],
+            "usage": None,
+        }
         # Number of events, finished items, and the text of the item that is open.
         self._number = self._index = 0
         self._open: str | None = None
@@ -175,7 +182,11 @@ class Events:
 
     def _begin(self, kind: str) -> Iterator[bytes]:
         self._open, self._text = kind, ""
-        item = _reasoning_item(self._name, "") if kind == "reasoning" else _message_item(self._name, "", "in_progress")
+        item = (
+            _reasoning_item(self._name, "")
+            if kind == "reasoning"
+            else _message_item(self._name, "", "in_progress")
+        )
         yield self._event("output_item.added", output_index=self._index, item={**item, "content": []})
         if kind == "message":
             yield self._event("content_part.added", **self._inside(), part=item["content"][0])
@@ -195,7 +206,9 @@ class Events:
         begun = {**item, "status": "in_progress", "arguments": ""}
         yield self._event("output_item.added", output_index=self._index, item=begun)
         yield self._event("function_call_arguments.delta", **at, delta=item["arguments"])
-        yield self._event("function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"])
+        yield self._event(
+            "function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"]
+        )
         yield self._event("output_item.done", output_index=self._index, item=item)
         self._index += 1
 

@@ -94,10 +94,13 @@ class SentText:
         """Send what is new.
 
         Raises:
-            Refused: the text does not begin with what was sent. This is a defect: the client must not take it for the answer.
+            Refused: the text does not begin with what was sent. This is a defect: the client must not take it for the
+                answer.
         """
         # Less is certain for a moment where a marker may have begun.
-        if partial.reasoning is not None and (self._reasoning is None or len(partial.reasoning) > len(self._reasoning)):
+        if partial.reasoning is not None and (
+            self._reasoning is None or len(partial.reasoning) > len(self._reasoning)
+        ):
             yield from self._events.thought(_rest(partial.reasoning, self._reasoning or ""))
             self._reasoning = partial.reasoning
         if len(partial.content) > len(self._content):
@@ -132,8 +135,8 @@ _EVERY, _SHARE = 0.05, 0.005
 class Teller:
     """Tells a listener what is certain of an answer while its turn is sampled.
 
-    Each time the whole turn is read again. Therefore a long turn is read more rarely, so that many streams together do not fill the
-    event loop.
+    Each time the whole turn is read again. Therefore a long turn is read more rarely, so that many streams together
+    do not fill the event loop.
 
     Args:
         loop: the event loop in which the turn is read. The engine's thread only copies the ids.
@@ -179,7 +182,11 @@ def certain_part(extension: Extension, ids: Ids, wishes: Wishes) -> Partial:
     # Content stands after the end of the thinking.
     if reasoning is not None and not content:
         reasoning = _OPEN.sub("", without_beginning(reasoning, how.thinking[1]))
-    if how.thinking_field is not None and turn.reasoning is None and how.thinking[0].startswith(content.lstrip()):
+    if (
+        how.thinking_field is not None
+        and turn.reasoning is None
+        and how.thinking[0].startswith(content.lstrip())
+    ):
         content = ""
     if extension.reads_calls and wishes.reads_calls:
         content = text_before_calls(content, how.tool_format)

@@ -39,14 +39,16 @@ from lockstep.server.keys import make_key
 from lockstep.server.supervisor import raise_file_limit
 from lockstep.tokens.tool_calls import is_whole, read_json, whole_characters
 
-# Seconds in which a client must send the head of a request, after its connection and after each answer, and in which a client must
-# go on reading an answer that waits for it.
+# Seconds in which a client must send the head of a request, after its connection and after each answer, and in which
+# a client must go on reading an answer that waits for it.
 HEAD_LIMIT = 60.0
 _MOST = 8192
 
 
 def most_connections() -> int:
-    """The number of connections that the gateway may hold: half of the files that this process may open, which is raised before."""
+    """The number of connections that the gateway may hold: half of the files that this process may open, which is
+    raised before.
+    """
     return max(1, min(raise_file_limit() // 2, _MOST))
 
 
@@ -253,7 +255,8 @@ class Gateway:
             raise ended()
         raise Refused(
             401,
-            "this is the key of no rollout: use the base URL that the agent was started with (OPENAI_BASE_URL), or send its key "
+            "this is the key of no rollout: use the base URL that the agent was started with "
+            "(OPENAI_BASE_URL), or send its key "
             "(OPENAI_API_KEY) as Authorization: Bearer KEY",
             "invalid_api_key",
         )
@@ -286,9 +289,13 @@ class Gateway:
         except BaseException:
             future.cancel()
             raise
-        return StreamingResponse(self._events(api, body, future, answer, heard), media_type="text/event-stream")
+        return StreamingResponse(
+            self._events(api, body, future, answer, heard), media_type="text/event-stream"
+        )
 
-    async def _whole(self, rollout: AnsweringRollout, call: Call, count: int, request: Request) -> list[Answer]:
+    async def _whole(
+        self, rollout: AnsweringRollout, call: Call, count: int, request: Request
+    ) -> list[Answer]:
         """The answers of a call that is not streamed. Each is a turn of its own, in a branch of its own."""
         calls = [call, *(replace(call, name=f"{call.name} choice {i}") for i in range(1, count))]
         futures = [rollout.submit(one) for one in calls]
@@ -337,7 +344,9 @@ async def _body(request: Request) -> dict[str, Any]:
                 parts.append(part)
                 size += len(part)
                 if size > LARGEST_BODY:
-                    raise Refused(413, f"the request has more than {LARGEST_BODY >> 20} MiB", "request_too_large")
+                    raise Refused(
+                        413, f"the request has more than {LARGEST_BODY >> 20} MiB", "request_too_large"
+                    )
     except TimeoutError:
         raise Refused(408, f"the request takes longer than {BODY_LIMIT:.0f} s", "request_timeout") from None
     try:
@@ -360,7 +369,9 @@ _MAY_BE_CUT = {"messages", "input", "instructions"}
 def _without_halves(name: str, value: Any) -> Any:
     whole = whole_characters(value)
     if name not in _MAY_BE_CUT and (whole != value or not is_whole(name)):
-        raise bad_value("body", "a field of the request has half of a character (a surrogate without its pair)")
+        raise bad_value(
+            "body", "a field of the request has half of a character (a surrogate without its pair)"
+        )
     return whole
 
 
@@ -371,7 +382,8 @@ def _error_event(error: Refused) -> bytes:
 def _named(call: Call, request: Request, body: Mapping[str, Any]) -> Call:
     """The call with the name of its repetitions: its `Idempotency-Key`, or its content.
 
-    Two calls with the same content are two calls, unless the client says that it repeats one, as OpenAI's SDK does after an error.
+    Two calls with the same content are two calls, unless the client says that it repeats one, as OpenAI's SDK does
+    after an error.
     """
     given = request.headers.get("idempotency-key")
     if given is not None:
@@ -434,7 +446,8 @@ async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     found = Refused(
         error.status_code,
-        f"{request.method} {request.url.path.rpartition('/v1')[1:]} is not served here; there are POST chat/completions, POST "
+        f"{request.method} {request.url.path.rpartition('/v1')[1:]} is not served here; there are POST "
+        f"chat/completions, POST "
         "responses and GET models",
         "not_found",
     )

@@ -31,21 +31,33 @@ def run(words: list[str]) -> int:
     """
     parser = WordParser(prog="lockstep audit", description=__doc__)
     parser.add_argument("rollouts", metavar="ROLLOUTS", help="file or directory")
-    parser.add_argument("--model", required=True, help="directory or hub id of the policy that sampled, at that step")
-    parser.add_argument("--temperature", type=float, default=1.0, help="where the rows do not say it (default 1)")
+    parser.add_argument(
+        "--model", required=True, help="directory or hub id of the policy that sampled, at that step"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="where the rows do not say it (default 1)"
+    )
     parser.add_argument("--top_k", type=int, default=0)
     parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--min_p", type=float, default=0.0)
     parser.add_argument("--repetition_penalty", type=float, default=1.0)
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the engine (default bfloat16)"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="bfloat16",
+        help="of the engine (default bfloat16)",
     )
     parser.add_argument(
         "--earlier", action="append", default=[], metavar="DIRECTORY", help="older weights to compare with"
     )
-    parser.add_argument("--url", help="a running vLLM server that should hold these weights (key: OPENAI_API_KEY)")
     parser.add_argument(
-        "--max_tokens", type=int, default=8192, help="sampled ids to score, evenly over the file (default 8192)"
+        "--url", help="a running vLLM server that should hold these weights (key: OPENAI_API_KEY)"
+    )
+    parser.add_argument(
+        "--max_tokens",
+        type=int,
+        default=8192,
+        help="sampled ids to score, evenly over the file (default 8192)",
     )
     parser.add_argument("--json", type=Path, help="file to write the findings to")
     asked = parser.parse_args(words)
@@ -80,9 +92,15 @@ def run(words: list[str]) -> int:
         earlier = {name: lambda name=name: load_policy(resolve_model(name)).eval() for name in asked.earlier}
     engine = getattr(torch, asked.dtype)
     scored = [r for r in rollouts if r.tokens]
-    with watched_by(StatusLine()), busy(f"asking {asked.url} for its log-probs") if asked.url else nullcontext():
+    with (
+        watched_by(StatusLine()),
+        busy(f"asking {asked.url} for its log-probs") if asked.url else nullcontext(),
+    ):
         served = server_logprobs(asked.url, scored) if asked.url else None
-    with watched_by(StatusLine()), busy(f"scoring {sum(r.tokens for r in rollouts)} ids of {len(rollouts)} rollouts"):
+    with (
+        watched_by(StatusLine()),
+        busy(f"scoring {sum(r.tokens for r in rollouts)} ids of {len(rollouts)} rollouts"),
+    ):
         suspects = Suspects(model, tokenizer, stated, earlier)
         findings = audit(rollouts, suspects, tolerance(engine, model.dtype), Precision(), served)
     for finding in findings:

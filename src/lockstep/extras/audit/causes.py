@@ -78,13 +78,15 @@ def explain(worst: Sequence[Scored], all_scored: Sequence[Scored], suspects: Sus
 
 
 def mean_gap(pairs: Iterator[tuple[Values, Values]] | Sequence[tuple[Values, Values]]) -> float:
-    """Mean |reported − own| over all ids of several rollouts; infinite if an id has no probability, or there is no id."""
+    """Mean |reported − own| over all ids of several rollouts; infinite if an id has no probability, or there is no
+    id.
+    """
     gaps = [np.abs(reported - own) for reported, own in pairs]
     joined = np.concatenate(gaps) if gaps else np.array([])
     return float(joined.mean()) if len(joined) and np.isfinite(joined).all() else float("inf")
 
 
-# ---- log-probs that stand in the wrong place ------------------------------------------------------------------------
+# ---- log-probs that stand in the wrong place ---------------------------------------------------------------------
 
 
 def _misplaced(worst: Sequence[Scored], all_scored: Sequence[Scored]) -> list[Cause]:
@@ -116,7 +118,7 @@ def _nearest_rows(worst: Sequence[Scored], all_scored: Sequence[Scored]) -> list
     return pairs if len(pairs) == len(worst) else []
 
 
-# ---- another distribution -------------------------------------------------------------------------------------------
+# ---- another distribution ----------------------------------------------------------------------------------------
 
 
 def _other_distributions(worst: Sequence[Scored], suspects: Suspects) -> list[Cause]:
@@ -136,15 +138,24 @@ def _other_distributions(worst: Sequence[Scored], suspects: Suspects) -> list[Ca
     for name in named:
         left = mean_gap((s.reported, s.others[name]) for s in scored)
         if name in raw:
-            says = f"the reported log-probs are those of {name}, not those of the distribution that was sampled"
-            remedy = "in vLLM, set logprobs_mode to processed_logprobs; elsewhere, divide by the temperature and apply the filters"
+            says = (
+                f"the reported log-probs are those of {name}, not those of the distribution that was sampled"
+            )
+            remedy = (
+                "in vLLM, set logprobs_mode to processed_logprobs; elsewhere, divide by the temperature "
+                "and apply the filters"
+            )
         elif name.startswith("temperature"):
             says = f"the log-probs are those of {name}; {sampling.temperature:g} was stated"
             remedy = (
-                "give --temperature if the run used another one; otherwise one side applies it twice, or not at all"
+                "give --temperature if the run used another one; otherwise one side applies it twice, "
+                "or not at all"
             )
         else:
-            says = f"the engine sampled with a filter like {name} that was not stated, and its log-probs are those after the filter"
+            says = (
+                f"the engine sampled with a filter like {name} that was not stated, and its log-probs are "
+                f"those after the filter"
+            )
             remedy = "state the filter (--top_k, --top_p, --min_p); engines take defaults from generation_config.json"
         causes.append(Cause("log-probs", says, remedy, left))
     return causes
@@ -154,7 +165,7 @@ def _with(stated: Distribution, **changes: float) -> Distribution:
     return replace(stated, sampling=replace(stated.sampling, **changes))  # type: ignore[arg-type]
 
 
-# ---- other tokens ---------------------------------------------------------------------------------------------------
+# ---- other tokens ------------------------------------------------------------------------------------------------
 
 
 def _other_prompts(worst: Sequence[Scored], suspects: Suspects) -> list[Cause]:
@@ -185,15 +196,19 @@ def _other_prompts(worst: Sequence[Scored], suspects: Suspects) -> list[Cause]:
             for s, prompt in zip(worst, prompts, strict=True)
         ]
         left = mean_gap((s.reported, s.own) for s in scored)
-        causes.append(Cause("tokens", says, "give the engine ids instead of text, and encode each prompt once", left))
+        causes.append(
+            Cause("tokens", says, "give the engine ids instead of text, and encode each prompt once", left)
+        )
     return causes
 
 
-# ---- numerics, and other weights ------------------------------------------------------------------------------------
+# ---- numerics, and other weights ---------------------------------------------------------------------------------
 
 
 def _other_precisions(worst: Sequence[Scored], suspects: Suspects) -> list[Cause]:
-    scored = [score(suspects.model, s.rollout, suspects.stated, Precision(None, torch.bfloat16)) for s in worst]
+    scored = [
+        score(suspects.model, s.rollout, suspects.stated, Precision(None, torch.bfloat16)) for s in worst
+    ]
     says = "numerics: the engine seems to compute its output head in bfloat16"
     left = mean_gap((s.reported, s.own) for s in scored)
     return [Cause("log-probs", says, "let both sides compute the head in one dtype", left)]
@@ -207,15 +222,21 @@ def _older_weights(worst: Sequence[Scored], suspects: Suspects) -> list[Cause]:
         left = mean_gap((s.reported, s.own) for s in scored)
         says = f"staleness: the rollouts were sampled by the weights of {name}"
         causes.append(
-            Cause("weights", says, "push the weights before every generation, or count how old tokens are", left)
+            Cause(
+                "weights", says, "push the weights before every generation, or count how old tokens are", left
+            )
         )
         for part in _parts(suspects.model):
             with _replaced(suspects.model, older, part):
                 scored = [score(suspects.model, s.rollout, suspects.stated) for s in worst]
             left = mean_gap((s.reported, s.own) for s in scored)
-            says = f"an old tensor: the engine seems to hold {part} of {name}, and everything else as it is now"
+            says = (
+                f"an old tensor: the engine seems to hold {part} of {name}, and everything else as it is now"
+            )
             causes.append(
-                Cause("weights", says, "look at how this part is loaded: fused, tied, packed or skipped", left)
+                Cause(
+                    "weights", says, "look at how this part is loaded: fused, tied, packed or skipped", left
+                )
             )
     return causes
 

@@ -51,7 +51,8 @@ def read_dump(path: Path) -> list[AuditedRollout]:
     """Every rollout of a file or directory.
 
     Raises:
-        InputError: there is no such file, it cannot be read, or a row lacks a column or has columns that do not fit together.
+        InputError: there is no such file, it cannot be read, or a row lacks a column or has columns that do not fit
+            together.
     """
     found = []
     for number, row in enumerate(_rows(path)):
@@ -65,7 +66,7 @@ def read_dump(path: Path) -> list[AuditedRollout]:
     return found
 
 
-# ---- the columns of each program ------------------------------------------------------------------------------------
+# ---- the columns of each program ---------------------------------------------------------------------------------
 
 
 def _ids_and_logprobs(name: str, row: Row, logprobs: Sequence[str], masks: Sequence[str]) -> AuditedRollout:
@@ -133,7 +134,9 @@ def _read(name: str, row: Row) -> AuditedRollout:
         if all(row.get(column) is not None for column in columns):
             return reader(name, row)
     needed = "; ".join(f"{program}: {', '.join(columns)}" for program, (columns, _) in FORMATS.items())
-    raise InputError(f"{name} has the columns {', '.join(row) or 'none'}, which are of no known program ({needed})")
+    raise InputError(
+        f"{name} has the columns {', '.join(row) or 'none'}, which are of no known program ({needed})"
+    )
 
 
 def _whole(
@@ -142,7 +145,9 @@ def _whole(
     values = np.array([np.nan if value is None else float(value) for value in logprobs], dtype=float)
     sampled = np.asarray(mask, dtype=bool)
     if not len(completion) == len(sampled) == len(values):
-        raise ValueError(f"{len(completion)} completion ids, {len(sampled)} mask values and {len(values)} log-probs")
+        raise ValueError(
+            f"{len(completion)} completion ids, {len(sampled)} mask values and {len(values)} log-probs"
+        )
     if not prompt:
         raise ValueError("its prompt has no ids")
     return AuditedRollout(name, prompt, completion, sampled, values, temperature)
@@ -153,7 +158,7 @@ def _temperature(row: Row) -> float | None:
     return None if value is None else float(value)
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+# ---- files -------------------------------------------------------------------------------------------------------
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -187,7 +192,9 @@ def _of_json(content: Any) -> Iterator[Row]:
     """The rows of a list of rows, or of a mapping from columns to lists (what a `rollout_func` of TRL returns)."""
     if isinstance(content, list):
         yield from content
-    elif isinstance(content, dict) and content and all(isinstance(column, list) for column in content.values()):
+    elif (
+        isinstance(content, dict) and content and all(isinstance(column, list) for column in content.values())
+    ):
         for values in zip(*content.values(), strict=True):
             yield dict(zip(content, values, strict=True))
     else:

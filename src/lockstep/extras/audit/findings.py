@@ -1,4 +1,6 @@
-"""The verdicts of an audit: tokens, weights, log-probs and draws, each with figures, limits and, where they differ, the cause."""
+"""The verdicts of an audit: tokens, weights, log-probs and draws, each with figures, limits and, where they differ,
+the cause.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,10 @@ def audit(
     if malformed is not None:
         return [
             malformed,
-            *(Finding(about, UNKNOWN, "the ids are not usable") for about in ("weights", "log-probs", "draws")),
+            *(
+                Finding(about, UNKNOWN, "the ids are not usable")
+                for about in ("weights", "log-probs", "draws")
+            ),
         ]
     # The server gives log-probs at temperature 1 and without filters.
     plain = {} if served is None else {_PLAIN: replace(suspects.stated, sampling=Sampling(1))}
@@ -92,7 +97,9 @@ def audit(
     gap = _gap(scored)
     # A filter that was not stated by the dump may leave a sampled id without probability.
     over = (
-        over_limits(gap, limit) if gap is not None else ["a sampled id has probability 0 under the stated distribution"]
+        over_limits(gap, limit)
+        if gap is not None
+        else ["a sampled id has probability 0 under the stated distribution"]
     )
     figures = (
         "no finite gap"
@@ -120,7 +127,10 @@ def _malformed(rollouts: Sequence[AuditedRollout], vocabulary: int) -> Finding |
         if strange:
             says = f"{rollout.name} has the id {strange[0]}; the model has {vocabulary} ids"
             return Finding(
-                "tokens", DIFFER, says, "the dump is of another tokenizer or vocabulary; name the model of that step"
+                "tokens",
+                DIFFER,
+                says,
+                "the dump is of another tokenizer or vocabulary; name the model of that step",
             )
     return None
 
@@ -175,7 +185,10 @@ def _weights(
     if served is not None:
         apart = mean_gap([(values, s.others[_PLAIN]) for values, s in zip(served, scored, strict=True)])
         if apart > limit.mean:
-            says = f"the server's own log-probs differ from the model's by {apart:.2g} nats on average (limit {limit.mean:.2g})"
+            says = (
+                f"the server's own log-probs differ from the model's by {apart:.2g} nats on average "
+                f"(limit {limit.mean:.2g})"
+            )
             return Finding(
                 "weights",
                 DIFFER,
@@ -184,10 +197,14 @@ def _weights(
             )
         if not over:
             return Finding(
-                "weights", AGREE, f"the dump and the server agree with the model; server: mean |g| {apart:.2g} nats"
+                "weights",
+                AGREE,
+                f"the dump and the server agree with the model; server: mean |g| {apart:.2g} nats",
             )
         return Finding(
-            "weights", AGREE, f"the server agrees with the model now (mean |g| {apart:.2g} nats); the dump does not"
+            "weights",
+            AGREE,
+            f"the server agrees with the model now (mean |g| {apart:.2g} nats); the dump does not",
         )
     if not over:
         return Finding(
@@ -217,11 +234,16 @@ def _log_probs(figures: str, over: list[str], cause: Cause | None) -> Finding:
 def _draws(scored: Sequence[Scored], over: list[str]) -> Finding:
     twin = _equal_by_no_chance(scored)
     if twin is not None:
-        says = f"{twin[0]} and {twin[1]} have the same prompt and the same ids, which chance makes less than once in 1e9 times"
+        says = (
+            f"{twin[0]} and {twin[1]} have the same prompt and the same ids, which chance makes less than "
+            f"once in 1e9 times"
+        )
         return Finding("draws", DIFFER, says, "give every request a seed of its own")
     if over:
         return Finding(
-            "draws", UNKNOWN, "the log-probs differ; without them it is not known from what the ids should be drawn"
+            "draws",
+            UNKNOWN,
+            "the log-probs differ; without them it is not known from what the ids should be drawn",
         )
     draws = TokenDraws(
         *(
@@ -235,10 +257,13 @@ def _draws(scored: Sequence[Scored], over: list[str]) -> Finding:
     evidence.add(stats)
     found, enough = evidence.log_evidence / math.log(10), -math.log10(FALSE_ALARM)
     figures = (
-        f"z {stats.z:+.1f} over {stats.tokens} ids, evidence 1e{found:.1f} (it is believed from 1e{enough:.0f} on)"
+        f"z {stats.z:+.1f} over {stats.tokens} ids, evidence 1e{found:.1f} (it is believed from "
+        f"1e{enough:.0f} on)"
     )
     if evidence.log_evidence > -math.log(FALSE_ALARM):
-        says = f"the engine {BETS[evidence.strongest].suspicion} ({figures}), although its log-probs are right"
+        says = (
+            f"the engine {BETS[evidence.strongest].suspicion} ({figures}), although its log-probs are right"
+        )
         return Finding(
             "draws",
             DIFFER,

@@ -1,4 +1,5 @@
-"""The log-probs of a rollout's ids, with which those of the dump are compared: by the model, or by a running vLLM server.
+"""The log-probs of a rollout's ids, with which those of the dump are compared: by the model, or by a running vLLM
+server.
 
 The model is run once per rollout, and also gives what the draws proof needs. The server is asked over its
 OpenAI-compatible endpoint, and needs nothing of Lockstep.
@@ -154,14 +155,18 @@ async def _scored(client: httpx.AsyncClient, base: str, model: str, rollout: Aud
     answer = await _asked(client, "POST", f"{base}/v1/completions", json=body)
     found = answer["choices"][0].get("prompt_logprobs")
     if not found or len(found) != len(ids):
-        raise InputError(f"{base} gives no log-probs of prompts; --url needs a vLLM server that allows prompt_logprobs")
+        raise InputError(
+            f"{base} gives no log-probs of prompts; --url needs a vLLM server that allows prompt_logprobs"
+        )
     own = [float(entry[str(token)]["logprob"]) for entry, token in zip(found[1:], ids[1:], strict=True)]
     return np.array(own[len(rollout.prompt_ids) - 1 :])[rollout.sampled]
 
 
 async def _asked(client: httpx.AsyncClient, method: str, url: str, **body: Any) -> Any:
     """The JSON of an answer."""
-    answer, found = await bounded_http.call(client, method, url, seconds=SECONDS, most=lambda _: LARGEST, **body)
+    answer, found = await bounded_http.call(
+        client, method, url, seconds=SECONDS, most=lambda _: LARGEST, **body
+    )
     if answer.status_code != 200:
         said = found[:1200].decode(errors="replace")[:300]
         raise LockstepError(f"{url} answers {answer.status_code}: {said}")

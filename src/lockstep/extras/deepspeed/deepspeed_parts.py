@@ -35,7 +35,9 @@ def begin(device: torch.device) -> None:
             f"DeepSpeed has chosen {chosen}, and the run computes on {device.type}: set DS_ACCELERATOR={device.type}"
         )
     # DeepSpeed calls functions of torch by names that torch has replaced.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    warnings.filterwarnings(
+        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
     # It would compile a kernel for inference with g++, and open shared memory, neither of which is used here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.comm.init_distributed(
@@ -47,7 +49,8 @@ def partition(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list
     """Partition tensors over the ranks of a group. Rank 0's values count. Every rank calls.
 
     Args:
-        tensors: floating-point ones, whose first dimension is a multiple of the number of ranks, in memory of their own.
+        tensors: floating-point ones, whose first dimension is a multiple of the number of ranks, in memory of their
+            own.
 
     Returns:
         DeepSpeed's parameters. They have no memory beside this rank's parts (`part_of`).
@@ -55,8 +58,9 @@ def partition(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list
     import deepspeed
 
     parameters = [torch.nn.Parameter(tensor, requires_grad=False) for tensor in tensors]
-    # `Init` reads LOCAL_RANK, which launchers set. Left behind, it would make later runs of a process without a launcher wait for
-    # other ranks. Without `mem_efficient_linear=False`, `Init` would replace torch.nn.functional.linear in the whole process.
+    # `Init` reads LOCAL_RANK, which launchers set. Left behind, it would make later runs of a process without a
+    # launcher wait for other ranks. Without `mem_efficient_linear=False`, `Init` would replace
+    # torch.nn.functional.linear in the whole process.
     with _environment("LOCAL_RANK", "0"):
         deepspeed.zero.Init(
             module=torch.nn.ParameterList(parameters),
@@ -116,7 +120,8 @@ def reduce_scatter(summands: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
         summands: (ranks × n,) what this rank adds to each rank's part.
 
     Returns:
-        (n,) the sum. DeepSpeed's own `reduce_scatter_coalesced` would divide it by the number of ranks, with a rounding.
+        (n,) the sum. DeepSpeed's own `reduce_scatter_coalesced` would divide it by the number of ranks, with a
+        rounding.
     """
     from deepspeed import comm
 

@@ -29,7 +29,8 @@ _PREFIX = "ACCELERATE_DEEPSPEED_"
 _NOWHERE = (None, "", "none")
 _ALONE = "weights, gradients and moments stay on their rank's device; leave it out"
 
-# Sections and values that change only how fast DeepSpeed's own engine is, what it prints, or how its own checkpoints are written.
+# Sections and values that change only how fast DeepSpeed's own engine is, what it prints, or how its own checkpoints
+# are written.
 _NO_EFFECT = {
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger",
     "tensorboard", "wandb", "csv_monitor", "comet", "monitor_config", "zero_allow_untested_optimizer",
@@ -41,10 +42,13 @@ _NO_EFFECT_IN_ZERO = {
     "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
     "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
     "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params", "round_robin_gradients",
-    "ignore_unused_parameters", "memory_efficient_linear", "load_from_fp32_weights", "elastic_checkpoint", "legacy_stage1",
-    "use_multi_rank_bucket_allreduce", "override_module_apply", "pipeline_loading_checkpoint", "log_trace_cache_warnings",
+    "ignore_unused_parameters", "memory_efficient_linear", "load_from_fp32_weights", "elastic_checkpoint",
+    "legacy_stage1",
+    "use_multi_rank_bucket_allreduce", "override_module_apply", "pipeline_loading_checkpoint",
+    "log_trace_cache_warnings",
 }  # fmt: skip
-# Names with the values that change nothing, and why others are refused. A section is refused unless it is empty or switched off.
+# Names with the values that change nothing, and why others are refused. A section is refused unless it is empty or
+# switched off.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.zero_quantized_weights": ((False,), "weights are gathered as they are"),
     "zero_optimization.zero_quantized_nontrainable_weights": ((False,), "weights are gathered as they are"),
@@ -94,17 +98,24 @@ class ZeroSettings:
 
     @property
     def shards(self) -> bool:
-        """Whether models are sharded (stage 3). With the other stages each rank holds whole models and a whole optimizer."""
+        """Whether models are sharded (stage 3).
+
+        With the other stages each rank holds whole models and a whole optimizer.
+        """
         return _stage(self.found) == 3
 
     @property
     def saves_less(self) -> str:
-        """What to say about a stage that spreads the optimizer over ranks (1 and 2): it is whole here. Empty: nothing."""
+        """What to say about a stage that spreads the optimizer over ranks (1 and 2): it is whole here.
+
+        Empty: nothing.
+        """
         stage = _stage(self.found)
         if stage not in (1, 2):
             return ""
         return (
-            f"zero_optimization.stage={stage} ({self.source}) spreads the optimizer over ranks. Here every rank holds it "
+            f"zero_optimization.stage={stage} ({self.source}) spreads the optimizer over ranks. Here every "
+            f"rank holds it "
             "whole: the results are the same, and the memory is that of stage 0. To save memory, use stage 3"
         )
 
@@ -126,7 +137,11 @@ class ZeroSettings:
         for name, due, field in (
             ("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size"),
             ("gradient_accumulation_steps", steps, "gradient_accumulation_steps"),
-            ("train_batch_size", micro * steps * fields.world_size, "per_device_train_batch_size × steps × processes"),
+            (
+                "train_batch_size",
+                micro * steps * fields.world_size,
+                "per_device_train_batch_size × steps × processes",
+            ),
             ("gradient_clipping", fields.max_grad_norm, "max_grad_norm"),
             ("bf16.enabled", bool(fields.bf16), "bf16"),
             ("torch_autocast.enabled", bool(fields.bf16), "bf16"),
@@ -138,10 +153,13 @@ class ZeroSettings:
             given = _value(self.found, name, "auto")
             if given != "auto" and (list(given) if isinstance(given, tuple) else given) != due:
                 raise InputError(
-                    f'{name}={given} ({self.source}), and {field} is {due}; give both the same value, or write "auto" for {name}'
+                    f"{name}={given} ({self.source}), and {field} is {due}; give both the same value, or "
+                    f'write "auto" for {name}'
                 )
         if "optimizer" in self.found and not optimizer.startswith("adamw_torch"):
-            raise InputError(f"{self.source} asks for AdamW, and optim is {optimizer}; leave one of the two out")
+            raise InputError(
+                f"{self.source} asks for AdamW, and optim is {optimizer}; leave one of the two out"
+            )
 
 
 def take_zero_settings(deepspeed: Any, environment: MutableMapping[str, str]) -> ZeroSettings | None:
@@ -180,7 +198,8 @@ def check_installed() -> None:
         found = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
         raise InputError(
-            "DeepSpeed is asked for, and it is not installed: pip install 'lockstep-rl[deepspeed]', or use FSDP2 (fsdp=True)"
+            "DeepSpeed is asked for, and it is not installed: pip install 'lockstep-rl[deepspeed]', or use "
+            "FSDP2 (fsdp=True)"
         ) from None
     if found != TESTED:
         _logger.warning(f"DeepSpeed {found} is installed, and ZeRO-3 has been tested with {TESTED} only")
@@ -191,7 +210,9 @@ def _read(given: Any) -> dict[str, Any]:
         return dict(given)
     text = str(given)
     try:
-        found = json.loads(text if text.lstrip().startswith("{") else expanded(text).read_text(encoding="utf-8"))
+        found = json.loads(
+            text if text.lstrip().startswith("{") else expanded(text).read_text(encoding="utf-8")
+        )
     except (OSError, ValueError) as error:
         raise InputError(f"deepspeed={text[:200]} cannot be read: {error}") from error
     if not isinstance(found, dict):
@@ -229,7 +250,9 @@ def _check(found: dict[str, Any], source: str) -> None:
     for part in ("param", "optimizer"):
         device = _section(zero, f"offload_{part}", source).get("device")
         if str(device).lower() not in ("none", ""):
-            raise InputError(f"zero_optimization.offload_{part}.device={device} is not supported ({source}): {_ALONE}")
+            raise InputError(
+                f"zero_optimization.offload_{part}.device={device} is not supported ({source}): {_ALONE}"
+            )
     for old in ("cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory"):
         if zero.get(old):
             raise InputError(f"zero_optimization.{old}={zero[old]} is not supported ({source}): {_ALONE}")
@@ -241,7 +264,8 @@ def _check(found: dict[str, Any], source: str) -> None:
             raise InputError(f"{name}{shown} is not supported ({source}): {why}")
     if optimizer and str(optimizer.get("type")).lower() != "adamw":
         raise InputError(
-            f"optimizer.type={optimizer.get('type')} is not supported ({source}): use AdamW, or leave the optimizer out and "
+            f"optimizer.type={optimizer.get('type')} is not supported ({source}): use AdamW, or leave the "
+            f"optimizer out and "
             "set optim"
         )
     _check_names(found, zero, optimizer, source)
@@ -281,7 +305,9 @@ def _check_names(found: dict[str, Any], zero: dict[str, Any], optimizer: dict[st
     if parameters.get("adam_w_mode") is False:
         odd.append("optimizer.params.adam_w_mode=false")
     odd += [
-        f"bf16.{name}" for name in _section(found, "bf16", source) if name not in ("enabled", "immediate_grad_update")
+        f"bf16.{name}"
+        for name in _section(found, "bf16", source)
+        if name not in ("enabled", "immediate_grad_update")
     ]
     if odd:
         raise InputError(f"{odd[0]} is not supported ({source}); leave it out (docs/guides/deepspeed.md)")

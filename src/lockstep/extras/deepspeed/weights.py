@@ -1,4 +1,5 @@
-"""Weights that DeepSpeed ZeRO-3 partitions: gathered per layer, freed after its forward, gathered again for its backward.
+"""Weights that DeepSpeed ZeRO-3 partitions: gathered per layer, freed after its forward, gathered again for its
+backward.
 
 The rest of Lockstep sees a parameter as a `DTensor` of the rows that FSDP2 would give this rank. Its memory is
 DeepSpeed's own partition. An optimizer, a checkpoint or a proof that uses the `DTensor` therefore uses the partition.
@@ -50,7 +51,9 @@ class _Weight:
         stride = torch.empty(shape, device="meta").stride()
         spread = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
         self.part = torch.nn.Parameter(spread, requires_grad=parameter.requires_grad)
-        self.whole = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=local.device), requires_grad=False)
+        self.whole = torch.nn.Parameter(
+            torch.empty(shape, dtype=dtype, device=local.device), requires_grad=False
+        )
         self.source, self.places = source, places
         if dtype != parameter.dtype:
             deepspeed_parts.send_as(source, dtype)
@@ -86,7 +89,10 @@ class _Weight:
         return deepspeed_parts.part_of(self.source).numel()
 
     def take_gradient(self, summands: torch.Tensor) -> None:
-        """Move what this rank's backward has added to (ranks, elements) zeros. A tensor without a gradient adds nothing."""
+        """Move what this rank's backward has added to (ranks, elements) zeros.
+
+        A tensor without a gradient adds nothing.
+        """
         gradient, self.whole.grad = self.whole.grad, None
         if gradient is not None:
             for summand, part in zip(summands, gradient.flatten().split(self.elements), strict=False):
@@ -291,7 +297,10 @@ def _with_end(group: WeightGroup, args: Any, kwargs: Any) -> Any:
 
 
 def _shard(
-    found: Sequence[tuple[torch.nn.Parameter, Places]], mesh: DeviceMesh, device: torch.device, cast: torch.dtype | None
+    found: Sequence[tuple[torch.nn.Parameter, Places]],
+    mesh: DeviceMesh,
+    device: torch.device,
+    cast: torch.dtype | None,
 ) -> list[_Weight]:
     """Partition the parameters of a group. Their whole tensors are no longer in the model.
 
@@ -315,7 +324,9 @@ def _apply_to_buffers(
     for p in model.parameters():
         probe = torch.empty(0, dtype=p.dtype, device=p.device)
         if (changed := change(probe)).dtype != probe.dtype or changed.device.type != probe.device.type:
-            raise LockstepError("the weights of a model that DeepSpeed shards cannot get another dtype or device")
+            raise LockstepError(
+                "the weights of a model that DeepSpeed shards cannot get another dtype or device"
+            )
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

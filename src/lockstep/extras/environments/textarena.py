@@ -24,12 +24,14 @@ def game(
 
     Args:
         name: textarena's name of the game, for example `GuessTheNumber-v0`.
-        python: path of a Python that has textarena; None: the trainer's Python, with `pip install 'lockstep-rl[textarena]'`.
+        python: path of a Python that has textarena; None: the trainer's Python, with
+            `pip install 'lockstep-rl[textarena]'`.
         unfinished: the reward of a game that the rollout did not end, because it ran out of tokens.
         options: passed to `textarena.make`, as JSON types.
 
     Returns:
-        The factory. If that Python has no textarena, or textarena has no such game, the run ends at its start with an `InputError`.
+        The factory. If that Python has no textarena, or textarena has no such game, the run ends at its start with an
+        `InputError`.
     """
     return in_process(
         f"{_PROGRAM}:make_game", python, {"name": name, "unfinished": float(unfinished), "options": options}

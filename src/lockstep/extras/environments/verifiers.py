@@ -26,7 +26,8 @@ from lockstep.progress import waiting
 _PROGRAM = Path(__file__).with_name("own_process") / "verifiers_rollouts.py"
 # Seconds in which the process must have loaded the environment, or given its rows.
 _TIMEOUT = 600.0
-# The column with the whole row of verifiers as JSON text. It is text because `info` may have different fields in each row.
+# The column with the whole row of verifiers as JSON text. It is text because `info` may have different fields in each
+# row.
 COLUMN = "verifiers_row"
 
 
@@ -56,7 +57,9 @@ class VerifiersAgent:
             LockstepError: the rollout failed.
         """
         if COLUMN not in row:
-            raise InputError(f"a row has no column {COLUMN!r}; make the data set with rows() of this environment")
+            raise InputError(
+                f"a row has no column {COLUMN!r}; make the data set with rows() of this environment"
+            )
         rollout_input = {**json.loads(row[COLUMN]), "seed": row["seed"]}
         return self._request({"rollout": {"base_url": base_url, "row": rollout_input}}).result()
 
@@ -69,19 +72,23 @@ class VerifiersAgent:
             evaluation: whether to give the rows for evaluation instead of those for training.
 
         Returns:
-            Rows with the columns `prompt` (messages), `answer` (text) and `verifiers_row`. For the command line, write them to a
-            file with `to_json`.
+            Rows with the columns `prompt` (messages), `answer` (text) and `verifiers_row`. For the command line,
+            write them to a file with `to_json`.
 
         Raises:
             InputError: the environment cannot be loaded, or has no such rows.
         """
         try:
             with waiting(f"the rows of verifiers environment {self.__name__}", _TIMEOUT):
-                rows = self._request({"rows": {"size": size, "seed": seed, "evaluation": evaluation}}).result(_TIMEOUT)
+                rows = self._request({"rows": {"size": size, "seed": seed, "evaluation": evaluation}}).result(
+                    _TIMEOUT
+                )
         except LockstepError as error:
             raise InputError(f"verifiers environment {self.__name__}: {error}") from error
         except TimeoutError as error:
-            raise InputError(f"verifiers environment {self.__name__} gave no rows within {_TIMEOUT:g} s") from error
+            raise InputError(
+                f"verifiers environment {self.__name__} gave no rows within {_TIMEOUT:g} s"
+            ) from error
         return Dataset.from_dict(
             {
                 "prompt": [row["prompt"] for row in rows],
@@ -91,7 +98,10 @@ class VerifiersAgent:
         )
 
     def close(self) -> None:
-        """End the process of verifiers, and all that it started. Without this call they end when the trainer's process ends."""
+        """End the process of verifiers, and all that it started.
+
+        Without this call they end when the trainer's process ends.
+        """
         with self._lock:
             if self._process is not None:
                 kill_group(self._process.pid)
@@ -172,9 +182,10 @@ def environment(name: str, *, python: str | None = None, **arguments: Any) -> Ve
     """An environment of verifiers as an agent: `GRPOTrainer(..., agent=found, train_dataset=found.rows())`.
 
     Args:
-        name: the environment's name, as `verifiers.load_environment` takes it; or `path/to/file.py:function` of a function that
-            returns an environment.
-        python: path of a Python that has verifiers (0.1.12 to 0.1.14) and the environment's package; None: the trainer's Python.
+        name: the environment's name, as `verifiers.load_environment` takes it; or `path/to/file.py:function` of a
+            function that returns an environment.
+        python: path of a Python that has verifiers (0.1.12 to 0.1.14) and the environment's package; None: the
+            trainer's Python.
         arguments: passed to `load_environment`, as JSON types.
     """
     return VerifiersAgent(name, python or sys.executable, arguments)

@@ -1,4 +1,5 @@
-"""Sampling with the weights in 8 bits (`vllm_quantization`): the engine quantises what it receives, and the proofs account for it.
+"""Sampling with the weights in 8 bits (`vllm_quantization`): the engine quantises what it receives, and the proofs
+account for it.
 
 `quantisation.py` has the formula of the scheme. `quantised_proof.py` measures what it changes, and
 `quantised_push.py` adds this to the proofs of a push. `quantised_faults.py` has what the proofs must catch. What

@@ -58,7 +58,9 @@ def _scales_off(layer: Any, before: _Held) -> None:
 def _not_quantised(stage: Stage) -> Patch:
     """One layer computes with its weight as it was sent."""
     layer, source = _layers(stage)[-1], stage.model
-    (weight,) = [m.weight for n, m in source.named_modules() if n.endswith(f"layers.{_depth(stage) - 1}.mlp.down_proj")]
+    (weight,) = [
+        m.weight for n, m in source.named_modules() if n.endswith(f"layers.{_depth(stage) - 1}.mlp.down_proj")
+    ]
 
     def apply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return linear(x, weight.detach().to(x), bias)
@@ -126,5 +128,10 @@ QUANTISED_FAULTS = (
         _not_quantised,
         needs=_in_8_bits,
     ),
-    Fault("Q5", "a tensor arrives with errors that are as large as those of 8 bits", _one_step_off, needs=_in_8_bits),
+    Fault(
+        "Q5",
+        "a tensor arrives with errors that are as large as those of 8 bits",
+        _one_step_off,
+        needs=_in_8_bits,
+    ),
 )

@@ -1,4 +1,5 @@
-"""What it changes that an engine holds the weights in 8 bits, measured by the trainer itself, and the limits that follow.
+"""What it changes that an engine holds the weights in 8 bits, measured by the trainer itself, and the limits that
+follow.
 
 A gap of such an engine has two parts. The trainer computes the first part alone: it scores the same tokens twice, by
 its own plain forward, and by a forward whose linear layers quantise weights and inputs by the scheme's formula
@@ -45,10 +46,11 @@ from lockstep.watch.tolerances import Tolerance
 from lockstep.weights.push import weights_of
 from lockstep.weights.source import PlainSource
 
-# How many times the quantisation error a mean gap may have beyond the limit of the dtypes. Measured: 1.3 (docs/internals/proof.md).
+# How many times the quantisation error a mean gap may have beyond the limit of the dtypes. Measured: 1.3
+# (docs/internals/proof.md).
 _ROOM = 1.5
-# Tokens that one measurement scores, the completions in which a regular one looks for them, and the share of a run's time that
-# regular measurements after the first may take.
+# Tokens that one measurement scores, the completions in which a regular one looks for them, and the share of a run's
+# time that regular measurements after the first may take.
 _TOKENS, _COMPLETIONS, _SHARE = 256, 32, 0.01
 
 
@@ -104,7 +106,8 @@ class QuantisationError:
     ) -> None:
         self.model, self._dtype, self.precision, self._tensors = model, dtype, precision, tensors
         self.canary = GapStats()
-        # The gaps of the canary, and of what was sampled, while the engine left its inputs as they are; None: it cannot do this.
+        # The gaps of the canary, and of what was sampled, while the engine left its inputs as they are; None: it
+        # cannot do this.
         self.with_whole_inputs: GapStats | None = None
         self.sampled_with_whole_inputs: GapStats | None = None
         # The tokens of the last measurement, and of all regular ones.
@@ -115,7 +118,9 @@ class QuantisationError:
 
     @property
     def of_tokens(self) -> GapStats:
-        """The quantisation error of sampled tokens: of the last measurement or of the run, whichever is larger. Before any tokens
+        """The quantisation error of sampled tokens: of the last measurement or of the run, whichever is larger.
+
+        Before any tokens
         were sampled, it is that of the canary."""
         if self._last is None:
             return self.canary
@@ -135,11 +140,18 @@ class QuantisationError:
         return computing_in_8_bits(self.model, self._tensors(), self._dtype, inputs_too=inputs_too)
 
     def is_due(self, version: int) -> bool:
-        """Whether tokens of this version should be measured: the first ones of a run, then as often as 1 % of its time allows."""
+        """Whether tokens of this version should be measured: the first ones of a run, then as often as 1 % of its
+        time allows.
+        """
         return version != self._version and self._spent <= _SHARE * (time.perf_counter() - self._began)
 
     def measure(
-        self, completions: Sequence[Completion], version: int, distribution: Distribution, *, regular: bool = True
+        self,
+        completions: Sequence[Completion],
+        version: int,
+        distribution: Distribution,
+        *,
+        regular: bool = True,
     ) -> None:
         """Measure the error on the tokens that the current weights have sampled, of a few completions.
 
@@ -162,7 +174,11 @@ class QuantisationError:
         found = QuantisedGap()
         for c, own, in_8_bits in zip(chosen, plain, coarse, strict=True):
             finite = own.isfinite() & in_8_bits.isfinite()
-            engine, name, size = torch.from_numpy(c.sampled_logprobs.copy())[finite], [str(c.key)], [int(finite.sum())]
+            engine, name, size = (
+                torch.from_numpy(c.sampled_logprobs.copy())[finite],
+                [str(c.key)],
+                [int(finite.sum())],
+            )
             found += QuantisedGap(
                 measure_gap(in_8_bits[finite], own[finite], name, size),
                 measure_gap(engine, in_8_bits[finite], name, size),
@@ -173,8 +189,8 @@ class QuantisationError:
             self._spent += time.perf_counter() - start
 
     def figures(self) -> dict[str, float]:
-        """The mean of the last measured error, and of what is left of the gap without it, in nats, and the number of tokens. Before
-        any tokens were sampled, they are those of the canary."""
+        """The mean of the last measured error, and of what is left of the gap without it, in nats, and the number of
+        tokens. Before any tokens were sampled, they are those of the canary."""
         if self._last is None:
             return {"error": self.canary.mean_abs, "tokens": self.canary.tokens}
         error, rest = self._last.error, self._last.rest
@@ -189,7 +205,9 @@ class QuantisationError:
 def computing_in_8_bits(
     model: PreTrainedModel, tensors: Sequence[str], dtype: torch.dtype, *, inputs_too: bool = True
 ) -> Iterator[None]:
-    """In this context, forwards of the model compute its linear layers as an engine in 8 bits does. The weights are only read.
+    """In this context, forwards of the model compute its linear layers as an engine in 8 bits does.
+
+    The weights are only read.
 
     Args:
         tensors: checkpoint names of the weights in 8 bits.
@@ -198,7 +216,8 @@ def computing_in_8_bits(
     """
     source, layers = weights_of(model), dict[torch.nn.Module, torch.nn.Module]()
     for layer in causal_model(model).modules():
-        # PEFT puts a layer around the original one, and it comes first. The weights of the source contain the adapter already.
+        # PEFT puts a layer around the original one, and it comes first. The weights of the source contain the adapter
+        # already.
         layers.setdefault(getattr(layer, "base_layer", layer), layer)
     changed: list[torch.nn.Module] = []
     try:
@@ -250,7 +269,11 @@ _SAMPLES, _TOKENS_OF_SAMPLE = 2, 12
 
 
 def score_with_whole_inputs(
-    engine: Engine, error: QuantisationError, sequences: Mapping[str, tuple[int, ...]], limit: Tolerance, version: int
+    engine: Engine,
+    error: QuantisationError,
+    sequences: Mapping[str, tuple[int, ...]],
+    limit: Tolerance,
+    version: int,
 ) -> GapStats | None:
     """Score the canary's sequences. Returns its gap, or None if the engine cannot leave its inputs as they are.
 
@@ -281,7 +304,8 @@ def sample_with_whole_inputs(
     limit: Tolerance,
     version: int,
 ) -> GapStats | None:
-    """Sample completions of the canary's sequences from the run's distribution, and compare the log-probs that the engine reports.
+    """Sample completions of the canary's sequences from the run's distribution, and compare the log-probs that the
+    engine reports.
 
     Returns:
         The gap; None if the engine cannot leave its inputs as they are.
@@ -301,14 +325,19 @@ def sample_with_whole_inputs(
         for key, answer in answers.items():
             own = sampled_logps(error.model, answer, distribution, error.precision).cpu()
             # An id that rounding alone puts outside the trainer's own filters.
-            kept = own.isfinite() if distribution.sampling.is_filtered else torch.ones(len(own), dtype=torch.bool)
+            kept = (
+                own.isfinite()
+                if distribution.sampling.is_filtered
+                else torch.ones(len(own), dtype=torch.bool)
+            )
             behaviour = torch.from_numpy(answer.sampled_logprobs.copy())
             gap += measure_gap(behaviour[kept], own[kept], [str(key)], [int(kept.sum())])
     check_gap(
         gap,
         limit,
         version,
-        "with inputs that are not quantised, the engine scores the canary as the trainer does, and reports other log-probs for "
+        "with inputs that are not quantised, the engine scores the canary as the trainer does, and reports "
+        "other log-probs for "
         "tokens that it samples: another temperature, other filters, or log-probs of another token",
         "start the engine with logprobs_mode=processed_logprobs and without sampling settings of its own",
     )
@@ -336,11 +365,14 @@ def whole_inputs(engine: Engine, version: int) -> Iterator[bool]:
 
 
 def quantise_inputs(engine: Engine, wanted: bool) -> bool:
-    """Set whether the modules in 8 bits quantise their inputs, as they do in service. Otherwise they multiply them with the
+    """Set whether the modules in 8 bits quantise their inputs, as they do in service.
+
+    Otherwise they multiply them with the
     values of their codes.
 
     Returns:
-        False if the engine cannot set it: it runs a compiled program, or has no module in 8 bits. Nothing has changed then.
+        False if the engine cannot set it: it runs a compiled program, or has no module in 8 bits. Nothing has changed
+            then.
     """
     answers = engine.ask_workers("quantise_inputs", lambda server: [wanted])
     return bool(answers) and all(found for workers in answers.values() for found in workers)
@@ -351,7 +383,8 @@ def _drop_caches(engine: Engine, version: int) -> None:
         raise ProofError(
             "caches",
             f"the engine did not confirm the reset of its caches at a proof of version {version}",
-            "requests are still running in the engine, so keys and values that were computed with inputs in 8 bits, or without, "
+            "requests are still running in the engine, so keys and values that were computed with inputs in 8 "
+            "bits, or without, "
             "stay in use",
             "finish or abort every request before proving an engine",
         )
@@ -368,4 +401,7 @@ def _requests(
         for name, ids in sequences.items()
         for i in range(_SAMPLES)
     ]
-    return [GenerationRequest(key, whole_numbers(ids), sampling, request_seed(0, version, key)) for key, ids in keys]
+    return [
+        GenerationRequest(key, whole_numbers(ids), sampling, request_seed(0, version, key))
+        for key, ids in keys
+    ]

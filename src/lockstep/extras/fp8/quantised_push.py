@@ -1,4 +1,6 @@
-"""What a push proves where the engine holds the weights in 8 bits: codes, a canary without quantised inputs, and wider limits."""
+"""What a push proves where the engine holds the weights in 8 bits: codes, a canary without quantised inputs, and
+wider limits.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,11 @@ from lockstep.watch.tolerances import Tolerance
 _logger = logging.getLogger(__name__)
 # Told once, where the sharper canary of an engine in 8 bits is left out.
 _COMPILED = (
-    "the engine runs compiled programs (CUDA graphs) or packed codes, so its layers in 8 bits cannot leave their inputs as "
+    "the engine runs compiled programs (CUDA graphs) or packed codes, so its layers in 8 bits cannot leave "
+    "their inputs as "
     "they are: the canary without quantised inputs is left out, and log-probs are held to the wider limits of 8 bits. "
-    "vllm_engine_kwargs: {enforce_eager: true}, or --enforce-eager for a server, brings it back where programs are the reason"
+    "vllm_engine_kwargs: {enforce_eager: true}, or --enforce-eager for a server, brings it back where "
+    "programs are the reason"
 )
 
 
@@ -90,7 +94,9 @@ class QuantisedPush(PushExtension):
         watch, error = self.watch, self.error
         sequences = self._sequences()
         error.measure_canary(sequences)
-        error.with_whole_inputs = score_with_whole_inputs(watch.engine, error, sequences, watch.of_dtypes, version)
+        error.with_whole_inputs = score_with_whole_inputs(
+            watch.engine, error, sequences, watch.of_dtypes, version
+        )
         if error.with_whole_inputs is None and not self._told:
             self._told = True
             _logger.info(_COMPILED)

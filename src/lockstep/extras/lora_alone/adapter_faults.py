@@ -46,13 +46,17 @@ def _of_another_run(stage: Stage) -> Patch:
 
 
 def _scaled(stage: Stage) -> Patch:
-    return _kept_instead(stage, lambda arrived: [(n, t * 1.01 if n.endswith(UP) else t) for n, t in arrived[-1]])
+    return _kept_instead(
+        stage, lambda arrived: [(n, t * 1.01 if n.endswith(UP) else t) for n, t in arrived[-1]]
+    )
 
 
 def _scaled_by_the_kernel(stage: Stage) -> Patch:
     (kernel, *_) = _memory(stage).slots.punica_wrapper_mapping.values()
     real, wrong = kernel.add_lora_linear, _scale(stage)
-    return patch.object(kernel, "add_lora_linear", lambda y, x, a, b, scale, slices: real(y, x, a, b, wrong, slices))
+    return patch.object(
+        kernel, "add_lora_linear", lambda y, x, a, b, scale, slices: real(y, x, a, b, wrong, slices)
+    )
 
 
 def _scaled_by_the_source(stage: Stage) -> Patch:
@@ -66,7 +70,10 @@ def _scaled_by_the_source(stage: Stage) -> Patch:
 
 
 def _stale_source(stage: Stage) -> Patch:
-    """Push and probe read an adapter that is one push old. Both agree with the engine, and only the trainer moves on."""
+    """Push and probe read an adapter that is one push old.
+
+    Both agree with the engine, and only the trainer moves on.
+    """
     held: list[dict[str, torch.Tensor]] = []
 
     class Old(sources.AdapterSource):
@@ -116,7 +123,10 @@ def _one_name(stage: Stage) -> Patch:
 
 
 def _scale(stage: Stage) -> float:
-    """A scale whose effect on a layer's outputs is above their limit. In half precision that is 0.05 to 0.08 of their size."""
+    """A scale whose effect on a layer's outputs is above their limit.
+
+    In half precision that is 0.05 to 0.08 of their size.
+    """
     return 1.1 if stage.trainer.proofs.limit.is_coarse else 1.01
 
 

@@ -25,20 +25,31 @@ from lockstep.devices import on_host
 from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.errors import ProofError
 from lockstep.extras.lora_alone.adapter_push import AdapterPusher
-from lockstep.extras.lora_alone.adapter_source import AdapterSource, EffectiveSource, adapter_shape, check_alone
+from lockstep.extras.lora_alone.adapter_source import (
+    AdapterSource,
+    EffectiveSource,
+    adapter_shape,
+    check_alone,
+)
 from lockstep.watch.push import PushExtension, PushWatch
 from lockstep.watch.tolerances import output_rounding
 
 # Layers that a probe asks at a push of a run.
 _SAMPLE = 6
-# Largest difference ÷ rms of what the adapter adds, beyond the rounding of the outputs with and without it. Tests on tiny models
-# stay below 1e-5 in fp32, and below the limit in bf16. `benchmarks/servers/adapter_push.py --alarms` counts alarms on the packaged
-# model.
+# Largest difference ÷ rms of what the adapter adds, beyond the rounding of the outputs with and without it. Tests on
+# tiny models stay below 1e-5 in fp32, and below the limit in bf16. `benchmarks/servers/adapter_push.py --alarms`
+# counts alarms on the packaged model.
 _LIMIT, _HALF_LIMIT = 1e-4, 0.05
 
 
 def check_adapter_probe(
-    model: torch.nn.Module, engine: AdapterReceiver, dtype: torch.dtype, seed: int, version: int, *, every: bool
+    model: torch.nn.Module,
+    engine: AdapterReceiver,
+    dtype: torch.dtype,
+    seed: int,
+    version: int,
+    *,
+    every: bool,
 ) -> dict[str, float]:
     """Errors of what the adapter adds, per layer.
 
@@ -76,7 +87,8 @@ def check_adapter_probe(
         shown = ", ".join(f"{name} by {errors.get(name, float('inf')):.2g}" for name in wrong[:4])
         raise ProofError(
             "adapter_probe",
-            f"at version {version} the adapter adds something else in {len(wrong)} of {len(layers)} layers of the engine than in "
+            f"at version {version} the adapter adds something else in {len(wrong)} of {len(layers)} layers of "
+            f"the engine than in "
             f"the trainer (limit {limit:g} of its size): {shown}{', …' if len(wrong) > 4 else ''}",
             "the engine does not apply the adapter, scales it otherwise, or applies another one",
             "do not train on this engine; name the model, the adapter's config and the engine's version in a report",
@@ -95,7 +107,9 @@ class AdapterPush(PushExtension):
 
     def prove_modules(self, seed: int, version: int, *, every: bool) -> None:
         watch = self.watch
-        check_adapter_probe(watch.model, self._pusher.receiver, watch.engine_dtype, seed, version, every=every)
+        check_adapter_probe(
+            watch.model, self._pusher.receiver, watch.engine_dtype, seed, version, every=every
+        )
 
 
 def engine_arguments(policy: torch.nn.Module) -> dict[str, Any]:

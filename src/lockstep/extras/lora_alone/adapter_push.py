@@ -1,6 +1,7 @@
 """Pushes a model with an adapter to vLLM's own LoRA: the base weights once, then the adapter alone.
 
-    base (only where the engine does not hold it) → adapter → compare what arrived, and what the engine holds → commit the version
+    base (only where the engine does not hold it) → adapter → compare what arrived, and what the engine holds → commit
+    the version
 
 The engine computes the digest of the base weights that it holds. If this digest equals the digest of the model's base
 weights, the base is not sent. Therefore a second run can use a server that already holds the same base. A server that
@@ -31,7 +32,15 @@ from transformers.pytorch_utils import Conv1D
 
 from lockstep.contract.adapters import DOWN, UP, AdapterReceiver
 from lockstep.contract.protocol import Engine
-from lockstep.contract.tensors import LoadedWeights, TensorSpec, digest_under, key_for, key_of, one_push, tensor_specs
+from lockstep.contract.tensors import (
+    LoadedWeights,
+    TensorSpec,
+    digest_under,
+    key_for,
+    key_of,
+    one_push,
+    tensor_specs,
+)
 from lockstep.errors import InputError, ProofError
 from lockstep.extras.lora_alone.adapter_source import AdapterSource, BaseSource, adapter_shape, check_alone
 from lockstep.models.adapters import causal_model
@@ -46,7 +55,9 @@ _LAYERS_COMPARED = 4
 _FP32_TOLERANCE, _HALF_TOLERANCE = 2e-5, 0.08
 
 
-def check_adapter_live(model: torch.nn.Module, source: AdapterSource, manifest: Manifest, version: int) -> None:
+def check_adapter_live(
+    model: torch.nn.Module, source: AdapterSource, manifest: Manifest, version: int
+) -> None:
     """Compare the tensors of a push with the model's own layers.
 
     Args:
@@ -54,7 +65,8 @@ def check_adapter_live(model: torch.nn.Module, source: AdapterSource, manifest: 
         manifest: the push's description of what it has sent.
 
     Raises:
-        ProofError: `live`: a layer has other factors than were sent, or its forward differs from the forward with the sent tensors.
+        ProofError: `live`: a layer has other factors than were sent, or its forward differs from the forward with the
+            sent tensors.
     """
     sent = {spec.name: spec for spec in manifest.tensors}
     base = BaseSource(model)
@@ -68,7 +80,9 @@ def check_adapter_live(model: torch.nn.Module, source: AdapterSource, manifest: 
         bias = base.tensor(f"{layer}.bias") if f"{layer}.bias" in base.names else None
         inputs = _inputs(module.get_base_layer(), version)
         with without_dropout(module), torch.autocast(inputs.device.type, enabled=False):
-            layer_delta = module.lora_B[adapter](module.lora_A[adapter](inputs.to(module.lora_A[adapter].weight.dtype)))
+            layer_delta = module.lora_B[adapter](
+                module.lora_A[adapter](inputs.to(module.lora_A[adapter].weight.dtype))
+            )
             sent_delta = linear(linear(inputs.float(), down.float()), up.float())
             _check_close(
                 layer_delta.float() * module.scaling[adapter],
@@ -82,7 +96,8 @@ def check_adapter_live(model: torch.nn.Module, source: AdapterSource, manifest: 
                 continue
             weight_matrix = weight.T if isinstance(module.get_base_layer(), Conv1D) else weight
             sent_output = (
-                linear(inputs.float(), weight_matrix.float(), None if bias is None else bias.float()) + sent_delta
+                linear(inputs.float(), weight_matrix.float(), None if bias is None else bias.float())
+                + sent_delta
             )
             is_half = source.rounded or weight.dtype not in (torch.float32, torch.float64)
             _check_close(module(inputs).float(), sent_output, is_half, f"the forward of {layer}", version)
@@ -92,7 +107,9 @@ def _inputs(base: Any, seed: int) -> torch.Tensor:
     """A random input of shape (1, inputs), on the layer's device and in its dtype."""
     weight = dequantised(base.weight) if is_quantised(base.weight) else base.weight
     width = weight.shape[0] if isinstance(base, Conv1D) else weight.shape[1]
-    return torch.randn(1, width, generator=torch.Generator().manual_seed(seed)).to(weight.device, weight.dtype)
+    return torch.randn(1, width, generator=torch.Generator().manual_seed(seed)).to(
+        weight.device, weight.dtype
+    )
 
 
 def _check_sent(tensors: list[tuple[str, torch.Tensor]], sent: dict[str, TensorSpec], version: int) -> None:
@@ -100,12 +117,15 @@ def _check_sent(tensors: list[tuple[str, torch.Tensor]], sent: dict[str, TensorS
         raise _error(version, f"{differing[0]} of the model is not the tensor that was sent")
 
 
-def _check_close(output: torch.Tensor, expected: torch.Tensor, is_half: bool, what: str, version: int) -> None:
+def _check_close(
+    output: torch.Tensor, expected: torch.Tensor, is_half: bool, what: str, version: int
+) -> None:
     difference, rms = float((output - expected).abs().max()), float(output.square().mean().sqrt())
     # `not <=` instead of `>`, so that NaN fails.
     if not difference <= (_HALF_TOLERANCE if is_half else _FP32_TOLERANCE) * rms:
         raise _error(
-            version, f"{what} differs by {difference:.2g} from what the sent tensors give (its rms is {rms:.2g})"
+            version,
+            f"{what} differs by {difference:.2g} from what the sent tensors give (its rms is {rms:.2g})",
         )
 
 
@@ -144,7 +164,8 @@ class AdapterPusher:
 
         Raises:
             InputError: the adapter cannot be sent alone, or the engine has no room for it.
-            ProofError: what the engine received or holds differs from what was sent, or what was sent is not the live model.
+            ProofError: what the engine received or holds differs from what was sent, or what was sent is not the live
+                model.
         """
         start = time.perf_counter()
         check_alone(self._model)
@@ -166,10 +187,15 @@ class AdapterPusher:
         receiver.commit(version)
         digest = Manifest(version, (*base.tensors, *manifest.tensors)).digest
         bytes_sent = update.bytes + base_bytes
-        return SyncRecord(version, digest, len(manifest.tensors), bytes_sent, time.perf_counter() - start, bytes_sent)
+        return SyncRecord(
+            version, digest, len(manifest.tensors), bytes_sent, time.perf_counter() - start, bytes_sent
+        )
 
     def _push_base(self, version: int) -> tuple[Manifest, int]:
-        """Send the base weights if the engine does not hold them. Returns their manifest, and the number of bytes sent."""
+        """Send the base weights if the engine does not hold them.
+
+        Returns their manifest, and the number of bytes sent.
+        """
         source, engine = BaseSource(self._model), self._engine
         held = self.receiver.base_digest()
         with one_push(key_of(held), remembers=source.is_model_memory):
@@ -202,7 +228,8 @@ class AdapterPusher:
                 "digest",
                 f"the engine holds {held} instead of the base weights with the digest {manifest.digest}",
                 "in the meantime another trainer has pushed weights to this server",
-                "give each run a server of its own, or let all of them train adapters of the same base (vllm_enable_lora)",
+                "give each run a server of its own, or let all of them train adapters of the same base "
+                "(vllm_enable_lora)",
             )
 
 
@@ -217,15 +244,19 @@ def receiver_of(engine: Engine, rank: int) -> AdapterReceiver:
     """
     receiver: AdapterReceiver | None = getattr(engine, "adapters", None)
     if receiver is None:
-        raise InputError("vllm_enable_lora needs vLLM as the engine; leave it out, and merged weights are sent instead")
+        raise InputError(
+            "vllm_enable_lora needs vLLM as the engine; leave it out, and merged weights are sent instead"
+        )
     if (limits := receiver.limits) is None:
         raise InputError(
-            f"vllm_enable_lora is set, and the engine was started without LoRA: start it with 'lockstep serve MODEL --enable_lora "
+            f"vllm_enable_lora is set, and the engine was started without LoRA: start it with 'lockstep serve "
+            f"MODEL --enable_lora "
             f"--max_lora_rank {rank}', or leave vllm_enable_lora out"
         )
     if limits.rank < rank:
         raise InputError(
-            f"the adapter has rank {rank}, and the engine takes at most {limits.rank}: start it with --max_lora_rank {rank} or "
+            f"the adapter has rank {rank}, and the engine takes at most {limits.rank}: start it with "
+            f"--max_lora_rank {rank} or "
             "more, or leave vllm_enable_lora out"
         )
     return receiver
@@ -243,7 +274,8 @@ def check_held(manifest: Manifest, held: LoadedWeights) -> None:
     where = f" at {held.server}" if held.server else ""
     if held.untouched:
         raise InputError(
-            f"the engine{where} has no LoRA layer for {held.untouched[0]}: start it without --lora_target_modules, or with this "
+            f"the engine{where} has no LoRA layer for {held.untouched[0]}: start it without "
+            f"--lora_target_modules, or with this "
             "layer among them; if vLLM has no LoRA for this layer, leave vllm_enable_lora out"
         )
     sent = {spec.name: spec for spec in manifest.tensors}
@@ -251,7 +283,8 @@ def check_held(manifest: Manifest, held: LoadedWeights) -> None:
     if differing:
         raise ProofError(
             "adapter",
-            f"at version {manifest.version} the engine{where} computes with other values than were sent for {len(differing)} of "
+            f"at version {manifest.version} the engine{where} computes with other values than were sent for "
+            f"{len(differing)} of "
             f"{len(sent)} tensors of the adapter; the first is {differing[0]}",
             "the engine kept an older adapter, scaled it, or holds the adapter of another run under this name",
             "do not train with this engine; report it with the model, the adapter's config and the engine's version",

@@ -21,7 +21,9 @@ _MERGED_INSTEAD = "; leave vllm_enable_lora out, and merged weights are sent ins
 
 
 class BaseSource(AdaptedSource):
-    """The base weights of a model with an adapter, under the names of its checkpoint. 4-bit weights are sent as float32."""
+    """The base weights of a model with an adapter, under the names of its checkpoint. 4-bit weights are sent as
+    float32.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -31,7 +33,9 @@ class BaseSource(AdaptedSource):
 
 
 class AdapterSource(PlainSource):
-    """The tensors A and scaling × B of each adapted layer. Their names are the layer's name with the suffix `DOWN` or `UP`.
+    """The tensors A and scaling × B of each adapted layer.
+
+    Their names are the layer's name with the suffix `DOWN` or `UP`.
 
     B is multiplied by the scaling in float32 and rounded once. The engine does not scale it again.
 
@@ -64,14 +68,17 @@ class AdapterSource(PlainSource):
         return torch.empty((down if name.endswith(DOWN) else up).shape, dtype=self._dtype, device="meta")
 
     def delta(self, layer: str) -> torch.Tensor:
-        """(outputs, inputs) float32: what the adapter adds to a layer's weight, computed from the tensors as they are sent."""
+        """(outputs, inputs) float32: what the adapter adds to a layer's weight, computed from the tensors as they are
+        sent.
+        """
         return self.tensor(layer + UP).float() @ self.tensor(layer + DOWN).float()
 
 
 class EffectiveSource(BaseSource):
     """base + delta: the weights that have the same effect as the engine's base and its adapter together.
 
-    Base and adapter are rounded to the engine's dtype first. Their sum is computed in float32. The module probe uses it.
+    Base and adapter are rounded to the engine's dtype first. Their sum is computed in float32. The module probe uses
+    it.
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -97,7 +104,8 @@ def check_alone(model: torch.nn.Module) -> None:
     """
     if not is_adapted(model):
         raise InputError(
-            "vllm_enable_lora sends an adapter alone, and the model has none: set use_peft (in Python: give a peft_config), or "
+            "vllm_enable_lora sends an adapter alone, and the model has none: set use_peft (in Python: give a "
+            "peft_config), or "
             "leave vllm_enable_lora out"
         )
     base = BaseSource(model)
@@ -105,8 +113,8 @@ def check_alone(model: torch.nn.Module) -> None:
         raise InputError("vllm_enable_lora is not supported with a sharded model (FSDP)" + _MERGED_INSTEAD)
     if copied := next((name for name, module in model.named_modules() if is_module_to_save(module)), None):
         raise InputError(
-            f"{copied} is trained as a whole (modules_to_save), which vLLM's LoRA cannot hold: leave modules_to_save out"
-            + _MERGED_INSTEAD
+            f"{copied} is trained as a whole (modules_to_save), which vLLM's LoRA cannot hold: leave "
+            f"modules_to_save out" + _MERGED_INSTEAD
         )
     head = head_name(model).removesuffix(".weight")
     for name, layer in base.adapted.items():
@@ -120,14 +128,17 @@ def check_alone(model: torch.nn.Module) -> None:
             raise InputError("vLLM's LoRA cannot compute DoRA: leave use_dora out" + _MERGED_INSTEAD)
         if layer_name == head or isinstance(base.owning_module(name), torch.nn.Embedding):
             raise InputError(
-                f"the adapter adapts {layer_name}: an embedding or the output head cannot be proven in vLLM's LoRA; take it out of "
+                f"the adapter adapts {layer_name}: an embedding or the output head cannot be proven in vLLM's "
+                f"LoRA; take it out of "
                 "target_modules" + _MERGED_INSTEAD
             )
     factors = {id(p) for layer in base.adapted.values() for p in active_factors(layer)}
-    if trained := next((n for n, p in model.named_parameters() if p.requires_grad and id(p) not in factors), None):
+    if trained := next(
+        (n for n, p in model.named_parameters() if p.requires_grad and id(p) not in factors), None
+    ):
         raise InputError(
-            f"{trained} is trained beside the adapter, and vLLM's LoRA has no place for it: freeze it (with PEFT: bias='none')"
-            + _MERGED_INSTEAD
+            f"{trained} is trained beside the adapter, and vLLM's LoRA has no place for it: freeze it (with "
+            f"PEFT: bias='none')" + _MERGED_INSTEAD
         )
 
 

@@ -93,7 +93,9 @@ def scored_become(change: Callable[[RolloutGroup], RolloutGroup]) -> Callable[[S
 def next_text(group: RolloutGroup) -> RolloutGroup:
     texts = [r.text for r in group.rollouts]
     moved = [*texts[1:], texts[0]]
-    return replace(group, rollouts=tuple(replace(r, text=t) for r, t in zip(group.rollouts, moved, strict=True)))
+    return replace(
+        group, rollouts=tuple(replace(r, text=t) for r, t in zip(group.rollouts, moved, strict=True))
+    )
 
 
 def other_row(group: RolloutGroup) -> RolloutGroup:
@@ -107,7 +109,9 @@ def _scores_become(change: Callable[[list[Any]], list[Any]]) -> Callable[[Stage]
         real = rewards._checked
         # A stage may have spent its time for asking.
         stage.trainer.watch.asked_again.forget()
-        return patch.object(rewards, "_checked", lambda name, answer, count: change(real(name, answer, count)))
+        return patch.object(
+            rewards, "_checked", lambda name, answer, count: change(real(name, answer, count))
+        )
 
     return inject
 
@@ -116,7 +120,9 @@ def _scores_become(change: Callable[[list[Any]], list[Any]]) -> Callable[[Stage]
 def _divided_twice(stage: Stage) -> Iterator[None]:
     real, hooks = stage.trainer.accelerator.backward, stage.trainer.watch.hooks
     try:
-        with patch.object(stage.trainer.accelerator, "backward", lambda loss, **kwargs: real(loss / 2, **kwargs)):
+        with patch.object(
+            stage.trainer.accelerator, "backward", lambda loss, **kwargs: real(loss / 2, **kwargs)
+        ):
             # The backward counts as one that was there when training began.
             hooks.note()
             yield
@@ -182,7 +188,9 @@ LOSS_FAULTS = (
     Fault("R9", "all scores of a generation in reverse order", _scores_become(lambda scores: scores[::-1])),
     Fault("G1", "the loss times four", _losses_become(lambda loss, batch: 4 * loss)),
     Fault("G2", "the loss divided twice", _divided_twice),
-    Fault("G3", "only the last token of a completion learns", _batches_become(_only(lambda n: slice(n - 1, n)))),
+    Fault(
+        "G3", "only the last token of a completion learns", _batches_become(_only(lambda n: slice(n - 1, n)))
+    ),
     Fault("G4", "every second token learns", _batches_become(_only(lambda n: slice(0, n, 2)))),
     Fault("G5", "old log-probs off by 0.3", _batches_become(_forgotten_ratio)),
     Fault("G6", "nothing is clipped, of ratios that are too large", _unclipped),
@@ -211,7 +219,9 @@ def _hotter(stage: Stage) -> Patch:
     real = updating.score_pack
 
     def scored(model: Any, pack: Pack, temperature: float, *more: Any, **named: Any) -> Any:
-        return real(model, pack, 1.5 * temperature if torch.is_grad_enabled() else temperature, *more, **named)
+        return real(
+            model, pack, 1.5 * temperature if torch.is_grad_enabled() else temperature, *more, **named
+        )
 
     return patch.object(updating, "score_pack", scored)
 
@@ -221,7 +231,9 @@ def _other_prompt(stage: Stage) -> Patch:
 
 
 def _old_off(stage: Stage) -> Patch:
-    return _learned_become(lambda s: replace(s, old_logps=s.old_logps - 0.3) if s.old_logps is not None else s)
+    return _learned_become(
+        lambda s: replace(s, old_logps=s.old_logps - 0.3) if s.old_logps is not None else s
+    )
 
 
 def _old_forgotten(stage: Stage) -> Patch:
@@ -311,7 +323,9 @@ def _modules(stage: Stage, *names: str) -> list[torch.nn.Module]:
 
 
 def _needs(*names: str) -> Callable[[Stage], str]:
-    return lambda stage: "" if _modules(stage, *names) else f"no module of the model is called {' or '.join(names)}"
+    return lambda stage: (
+        "" if _modules(stage, *names) else f"no module of the model is called {' or '.join(names)}"
+    )
 
 
 @contextmanager
@@ -325,14 +339,19 @@ def _hooked(handles: list[Handle]) -> Iterator[None]:
 
 def _keys_detached(stage: Stage) -> Patch:
     return _hooked(
-        [m.register_forward_hook(lambda m, given, made: made.detach()) for m in _modules(stage, "k_proj", "v_proj")]
+        [
+            m.register_forward_hook(lambda m, given, made: made.detach())
+            for m in _modules(stage, "k_proj", "v_proj")
+        ]
     )
 
 
 def _without_normaliser(stage: Stage) -> Patch:
     """The gradient of the chosen logit is right; that of the softmax's sum is left out."""
 
-    def backward(ctx: Any, of_chosen: torch.Tensor | None, of_entropy: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, of_chosen: torch.Tensor | None, of_entropy: torch.Tensor | None
+    ) -> tuple[Any, ...]:
         probabilities, _, rows, targets = ctx.saved_tensors
         gradient = torch.zeros_like(probabilities)
         if of_chosen is not None:
@@ -426,7 +445,11 @@ BACKWARD_FAULTS = (
     _fault("B4", "no gradient in the weights of one layer", _layer_zeroed, lambda stage: ""),
     Fault("B5", "a hook reverses all gradients, from a later step on", _parameters_reversed),
     Fault(
-        "B6", "the gradient of all layers is reversed, from a later step on", partial(_taken, inject=_trunk_reversed)
+        "B6",
+        "the gradient of all layers is reversed, from a later step on",
+        partial(_taken, inject=_trunk_reversed),
     ),
-    Fault("B7", "a backward reverses .grad, from a later step on", partial(_taken, inject=_gradients_reversed)),
+    Fault(
+        "B7", "a backward reverses .grad, from a later step on", partial(_taken, inject=_gradients_reversed)
+    ),
 )

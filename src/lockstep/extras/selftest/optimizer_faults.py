@@ -22,7 +22,13 @@ import lockstep.rollouts.driver as collecting
 from lockstep.contract.protocol import Completion, GenerationRequest
 from lockstep.definitions.optimizer import optimizer_fields
 from lockstep.errors import InputError
-from lockstep.extras.selftest.seams import Fault, Patch, answers_become, at_temperature_one, generations_become
+from lockstep.extras.selftest.seams import (
+    Fault,
+    Patch,
+    answers_become,
+    at_temperature_one,
+    generations_become,
+)
 from lockstep.extras.verify.stage import Stage
 from lockstep.learn.generation import Generation
 from lockstep.learn.sequence import TrainingSequence
@@ -107,7 +113,10 @@ def _cleared_between(stage: Stage) -> Iterator[None]:
         stage.model.zero_grad(set_to_none=True)
         real(loss, **kwargs)
 
-    with patch.object(stage.trainer.accelerator, "backward", backward), patch.object(stage.config, "token_budget", 1):
+    with (
+        patch.object(stage.trainer.accelerator, "backward", backward),
+        patch.object(stage.config, "token_budget", 1),
+    ):
         # In a run that has begun, the backward counts as one that was there at its beginning.
         stage.trainer.watch.hooks.note()
         yield
@@ -177,7 +186,9 @@ def _all_decay(stage: Stage) -> Iterator[None]:
     trainer = stage.trainer
     with (
         patch.object(trainer.args, "weight_decay", 0.1),
-        patch.object(trainer, "optimizer_fields", optimizer_fields({**vars(stage.config), "weight_decay": 0.1})),
+        patch.object(
+            trainer, "optimizer_fields", optimizer_fields({**vars(stage.config), "weight_decay": 0.1})
+        ),
         patch.object(
             trainer, "get_decay_parameter_names", lambda model: [name for name, _ in model.named_parameters()]
         ),
@@ -315,6 +326,10 @@ STEP_FAULTS = (
     Fault("A2", "the loss normalised per micro-batch, not per step", _averaged, check="exact accounting"),
     Fault("A3", "tokens attend to padding and to other rows", _attends_to_others, needs=_needs_tree),
     Fault("A4", "truncation guessed from the last token", _guessed_reason, check="finish reasons"),
-    Fault("A5", "one seed for all requests: a group of equal completions", lambda s: at_temperature_one(s, _one_seed)),
+    Fault(
+        "A5",
+        "one seed for all requests: a group of equal completions",
+        lambda s: at_temperature_one(s, _one_seed),
+    ),
     Fault("A6", "long rollouts left out of the step", _long_ones_dropped),
 )

@@ -62,7 +62,9 @@ def _engine_sees(stage: Stage, other: Callable[[PromptPictures, str], Pictures])
         if shown is None:
             return request
         seen = zip(other(shown, request.key.prompt_id), shown.pictures, strict=True)
-        return replace(request, pictures=replace(shown, pictures=tuple(disguised(p, true) for p, true in seen)))
+        return replace(
+            request, pictures=replace(shown, pictures=tuple(disguised(p, true) for p, true in seen))
+        )
 
     return requests_become(stage, lambda requests: [changed(r) for r in requests])
 
@@ -82,7 +84,9 @@ def _same_size(stage: Stage) -> Patch:
 
 
 def _another_resize(stage: Stage) -> Patch:
-    """The engine's pictures are those of the data, which were made smaller and larger again before they were processed."""
+    """The engine's pictures are those of the data, which were made smaller and larger again before they were
+    processed.
+    """
     reader = stage.trainer.source.images
     assert reader is not None
 
@@ -137,7 +141,9 @@ def _placeholder_sampled(stage: Stage) -> Patch:
         def changed(answer: Completion) -> Completion:
             if answer.pictures is None:
                 return answer
-            return replace(answer, token_ids=whole_numbers([answer.pictures.placeholder, *answer.token_ids[1:]]))
+            return replace(
+                answer, token_ids=whole_numbers([answer.pictures.placeholder, *answer.token_ids[1:]])
+            )
 
         return [changed(answer) for answer in answers]
 

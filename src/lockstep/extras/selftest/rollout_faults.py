@@ -29,7 +29,14 @@ from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.extras.selftest.sampling_faults import samples_with
-from lockstep.extras.selftest.seams import Fault, Patch, answers_become, generations_become, is_vllm, requests_become
+from lockstep.extras.selftest.seams import (
+    Fault,
+    Patch,
+    answers_become,
+    generations_become,
+    is_vllm,
+    requests_become,
+)
 from lockstep.extras.verify.stage import Stage
 from lockstep.learn.generation import Generation
 from lockstep.learn.sequence import TrainingSequence
@@ -179,7 +186,9 @@ class _Conversations:
             context = conversation.ids
             turn = await conversation.sample(_TURN)
             asked = [("number_of", {"rollout": str(conversation.key)})]
-            (result,) = await self._calls.run(self._tools, asked, f"turn {number} of rollout {conversation.key}")
+            (result,) = await self._calls.run(
+                self._tools, asked, f"turn {number} of rollout {conversation.key}"
+            )
             new = [self._extension.error(result.text)]
             go_on(conversation, self._extension, messages, context, turn, new)
             messages += [self._extension.read(turn.token_ids).message, *new]
@@ -249,7 +258,9 @@ def _no_closing_token(stage: Stage) -> Patch:
 
 
 def _inserted_as_sampled(stage: Stage) -> Patch:
-    """The first inserted id of a rollout is marked as sampled, with the probability 1 that inserted ids have in an answer."""
+    """The first inserted id of a rollout is marked as sampled, with the probability 1 that inserted ids have in an
+    answer.
+    """
     honest = Conversation.rollout
 
     def marked(self: Conversation) -> Rollout:
@@ -312,7 +323,10 @@ def _other_context(stage: Stage) -> Patch:
 
     def moved(generation: Generation) -> Generation:
         prompts = {
-            str(c.key): r.completion.prompt_ids for g in generation.groups for r in g.rollouts for c in r.further
+            str(c.key): r.completion.prompt_ids
+            for g in generation.groups
+            for r in g.rollouts
+            for c in r.further
         }
         return generation.changed(lambda s: replace(s, prompt_ids=prompts.get(s.name, s.prompt_ids)))
 
@@ -415,7 +429,8 @@ def _cut(answer: Completion) -> Completion:
 def halved(stage: Stage) -> Patch:
     def halved(requests: list[GenerationRequest]) -> list[GenerationRequest]:
         return [
-            replace(r, sampling=replace(r.sampling, max_tokens=max(r.sampling.max_tokens // 2, 1))) for r in requests
+            replace(r, sampling=replace(r.sampling, max_tokens=max(r.sampling.max_tokens // 2, 1)))
+            for r in requests
         ]
 
     return requests_become(stage, halved)

@@ -69,7 +69,8 @@ def _other_temperature(change: Callable[[float], float]) -> Callable[[Stage], Pa
 
         def changed(requests: list[GenerationRequest]) -> list[GenerationRequest]:
             return [
-                replace(r, sampling=replace(r.sampling, temperature=change(r.sampling.temperature))) for r in requests
+                replace(r, sampling=replace(r.sampling, temperature=change(r.sampling.temperature)))
+                for r in requests
             ]
 
         with (
@@ -118,11 +119,17 @@ SETTING_FAULTS = (
     ),
     Fault("S4d", "the request to vLLM loses a temperature of 0.99", _lost_on_the_way, needs=_needs_vllm),
     Fault("S4e", "both sides halve the token limit", _half_the_limit, needs=_needs_tokens),
-    Fault("S4f", "both sides lose the stop strings", _lost_by_both({"stop_strings": ["zzz"]}, {"stop_strings": None})),
+    Fault(
+        "S4f",
+        "both sides lose the stop strings",
+        _lost_by_both({"stop_strings": ["zzz"]}, {"stop_strings": None}),
+    ),
     Fault("S4g", "both sides lose top-p", _lost_by_both({"top_p": 0.5}, {"top_p": 1.0})),
     Fault("S4h", "thinking is never interrupted", _lost_by_both(_THINKING, {}), needs=_needs_tokens),
     Fault(
-        "S4i", "both sides lose the reward weights", _lost_by_both({"reward_weights": [2.0]}, {"reward_weights": None})
+        "S4i",
+        "both sides lose the reward weights",
+        _lost_by_both({"reward_weights": [2.0]}, {"reward_weights": None}),
     ),
 )
 
@@ -153,7 +160,10 @@ def _other_bases(stage: Stage) -> Iterator[None]:
 
 
 def _turned(table: torch.Tensor) -> torch.Tensor:
-    """A (positions, 2 × n) table of cosines and sines, for other frequencies. Those of position 1 give the frequencies."""
+    """A (positions, 2 × n) table of cosines and sines, for other frequencies.
+
+    Those of position 1 give the frequencies.
+    """
     cosines, sines = table[1].chunk(2)
     angles = torch.arange(len(table), device=table.device)[:, None] * torch.atan2(sines, cosines) ** 1.3
     return torch.cat([angles.cos(), angles.sin()], dim=-1)

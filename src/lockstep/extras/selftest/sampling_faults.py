@@ -131,7 +131,10 @@ def _first_of_vllms_list() -> Iterator[None]:
         best = [max(entry.values(), key=lambda e: e.logprob).logprob for entry in output.outputs[0].logprobs]
         return replace(made(key, output, **more), logprobs=reals(best))
 
-    with patch.object(vllm_inprocess, "sampling_params", with_top), patch.object(vllm_inprocess, "completion", first):
+    with (
+        patch.object(vllm_inprocess, "sampling_params", with_top),
+        patch.object(vllm_inprocess, "completion", first),
+    ):
         yield
 
 
@@ -185,7 +188,9 @@ LOGPROB_FAULTS = (
     Fault("P3", "a log-prob that is missing (NaN)", _missing),
     Fault("P3b", "a missing log-prob became 0.0", lambda stage: at_temperature_one(stage, _default_value)),
     Fault(
-        "P4", "the most likely token's log-prob passes for the sampled one's", lambda s: at_temperature_one(s, _top_one)
+        "P4",
+        "the most likely token's log-prob passes for the sampled one's",
+        lambda s: at_temperature_one(s, _top_one),
     ),
     Fault("P5", "the engine's head in bf16, the trainer's in fp32", _half_head, needs=_needs_single),
 )
@@ -268,7 +273,9 @@ def _kept_part(kept: KeptIds, stays: np.ndarray) -> KeptIds:
 
 
 @contextmanager
-def _engine_samples(stage: Stage, asked: dict[str, Any], done: dict[str, Any], every: int = 1) -> Iterator[None]:
+def _engine_samples(
+    stage: Stage, asked: dict[str, Any], done: dict[str, Any], every: int = 1
+) -> Iterator[None]:
     """The run asks for filters, and the engine samples every n-th request with others."""
 
     def otherwise(requests: list[GenerationRequest]) -> list[GenerationRequest]:
@@ -332,7 +339,9 @@ def _vllm_counts(stage: Stage, counted: Any) -> Patch:
     place = penalties_of_first_runner()
     honest = getattr(*place)
 
-    def otherwise(logits: torch.Tensor, prompts: torch.Tensor, *penalties: torch.Tensor, **more: Any) -> torch.Tensor:
+    def otherwise(
+        logits: torch.Tensor, prompts: torch.Tensor, *penalties: torch.Tensor, **more: Any
+    ) -> torch.Tensor:
         # vLLM pads the prompts with the number of tokens.
         none, *values = logits.shape[1], *penalties
         outputs = more.pop("output_token_ids", None) or values.pop()
@@ -342,7 +351,9 @@ def _vllm_counts(stage: Stage, counted: Any) -> Patch:
         ]
         longest = max(len(prompt) for prompt, _ in pairs)
         padded = [[*prompt, *[none] * (max(longest, 1) - len(prompt))] for prompt, _ in pairs]
-        return honest(logits, torch.tensor(padded).to(prompts), *values, [output for _, output in pairs], **more)
+        return honest(
+            logits, torch.tensor(padded).to(prompts), *values, [output for _, output in pairs], **more
+        )
 
     return patch.object(*place, REACH.of(otherwise))
 
@@ -366,7 +377,9 @@ def _second_runner_counts(counted: Any) -> Patch:
             prompt, output = counted(ids[row, : int(lengths[row])].tolist(), [])
             if not prompt:
                 in_prompt[row].zero_()
-            counts[row] += torch.bincount(torch.tensor(output, dtype=torch.long), minlength=counts.shape[1]).to(counts)
+            counts[row] += torch.bincount(
+                torch.tensor(output, dtype=torch.long), minlength=counts.shape[1]
+            ).to(counts)
 
     return patch.object(*place, REACH.of(otherwise))
 
@@ -440,7 +453,10 @@ def _second_runner_samples(sampler: Any, change: Change, times: int) -> Patch:
         logits: torch.Tensor, mapping: Any, places: Any, positions: torch.Tensor, *rest: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         _, reported = real(logits.clone(), mapping, places, positions, *rest)
-        drawn = [real(change(logits.float()), mapping, places, positions + _APART * i, *rest)[0] for i in range(times)]
+        drawn = [
+            real(change(logits.float()), mapping, places, positions + _APART * i, *rest)[0]
+            for i in range(times)
+        ]
         return _likeliest(torch.stack(drawn, -1), reported), reported
 
     return patch.object(sampler, "_sample_random", REACH.of(otherwise))
@@ -532,5 +548,7 @@ DRAW_FAULTS = (
         "seeds do not depend on the prompt",
         _blind_to(lambda version, key: (version, key._replace(prompt_id=""))),
     ),
-    Fault("S2-version", "seeds do not depend on the weight version", _blind_to(lambda version, key: (0, key))),
+    Fault(
+        "S2-version", "seeds do not depend on the weight version", _blind_to(lambda version, key: (0, key))
+    ),
 )

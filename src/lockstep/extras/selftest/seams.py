@@ -55,7 +55,8 @@ class Fault:
 class Reach:
     """Counts how often vLLM calls what a fault has put into it.
 
-    A compiled program or a CUDA graph goes on without a patch that comes later. The fault is then absent, and no proof sees it.
+    A compiled program or a CUDA graph goes on without a patch that comes later. The fault is then absent, and no
+    proof sees it.
 
     Attributes:
         calls: number of calls since the fault was injected; None: the fault does not count any.
@@ -95,8 +96,8 @@ class Between:
     Args:
         inbox: the inbox of those who ask. It checks the answers.
         requests: changes the requests that an engine takes.
-        answers: changes the answers to all requests that the engine has taken, when they are complete. It also gets these
-            requests. None: each answer is passed on at once.
+        answers: changes the answers to all requests that the engine has taken, when they are complete. It also gets
+            these requests. None: each answer is passed on at once.
     """
 
     def __init__(
@@ -121,7 +122,9 @@ class Between:
                 self._taken |= {request.key: request for request in requests}
             yield None if requests is None else self._requests(requests)
 
-    def answer(self, completion: Completion, versions: Collection[int], vocab_size: int | None = None) -> None:
+    def answer(
+        self, completion: Completion, versions: Collection[int], vocab_size: int | None = None
+    ) -> None:
         self._answers.append((completion, versions))
         if self._change is None or len(self._answers) == len(self._taken):
             requests, answers = list(self._taken.values()), [found for found, _ in self._answers]
@@ -131,7 +134,9 @@ class Between:
                 self._inbox.answer(changed, versions, vocab_size)
 
 
-def requests_become(stage: Stage, change: Callable[[list[GenerationRequest]], list[GenerationRequest]]) -> Patch:
+def requests_become(
+    stage: Stage, change: Callable[[list[GenerationRequest]], list[GenerationRequest]]
+) -> Patch:
     """A program between trainer and engine rewrites requests."""
     real = stage.engine.serve
     return patch.object(stage.engine, "serve", lambda inbox: real(Between(inbox, requests=change)))  # type: ignore[arg-type]

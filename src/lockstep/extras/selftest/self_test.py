@@ -65,11 +65,12 @@ _CHECKS = {**CHECKS, "draws": many_draws}
 _NOT_INJECTED = 3
 # Number of steps in which a fault can be caught.
 _STEPS = 3
-# In half precision, proofs judge the means of 256 tokens at a time (`PooledGap`). There a fault can be caught until the engine has
-# answered this many tokens since it began, or until this many steps were taken.
+# In half precision, proofs judge the means of 256 tokens at a time (`PooledGap`). There a fault can be caught until
+# the engine has answered this many tokens since it began, or until this many steps were taken.
 _TOKENS, _MOST_STEPS = 3 * PooledGap.enough, 40
-# The learning rates that runs may have. The first one is taken that moves the policy's log-probs by this many times the limit on
-# the mean gap, from when a fault begins to the end of the run. Else older weights give the same log-probs, up to rounding.
+# The learning rates that runs may have. The first one is taken that moves the policy's log-probs by this many times
+# the limit on the mean gap, from when a fault begins to the end of the run. Else older weights give the same
+# log-probs, up to rounding.
 RATES, _VISIBLE = (1e-3, 3e-3, 1e-2, 3e-2), 12
 
 
@@ -79,7 +80,8 @@ class Way:
 
     Attributes:
         name: the way in words.
-        changes: the fields of the run, beside those of every verification (`extras/verify/sizes.py`) and the learning rate.
+        changes: the fields of the run, beside those of every verification (`extras/verify/sizes.py`) and the learning
+            rate.
         clean: optimizer steps before the fault begins. It then begins in the middle of the run.
         steps: optimizer steps of the run. In half precision there are more.
     """
@@ -93,22 +95,26 @@ class Way:
 WAYS = (
     # The fault begins at the second step of the first generation.
     Way(
-        "several steps per generation", {"per_device_train_batch_size": 6, "steps_per_generation": 2}, clean=1, steps=6
+        "several steps per generation",
+        {"per_device_train_batch_size": 6, "steps_per_generation": 2},
+        clean=1,
+        steps=6,
     ),
     # The fault begins at the first generation whose every token is older than the weights that learn from it.
     Way("max_staleness 2", {"max_staleness": 2}, clean=2, steps=6),
 )
 # Opens a stage with some changed fields of the run.
 OpenStage = Callable[[Mapping[str, int | float]], AbstractContextManager[Stage]]
-# The optimizer does not know how a generation is used, and filters and conversations are the program's, from a run's start on.
+# The optimizer does not know how a generation is used, and filters and conversations are the program's, from a run's
+# start on.
 _OF_RUNS = (TOKEN_FAULTS, WEIGHT_FAULTS, LOGPROB_FAULTS, STEP_FAULTS, END_FAULTS, LOSS_FAULTS, LEARNED_FAULTS)
 
 
 def faults_of_runs() -> tuple[Fault, ...]:
     """The faults that a run must catch in every way of using its generations.
 
-    They are those of the engine's answers, of its weights, and of what the loss is made of. Left out are faults that only a check
-    of `lockstep verify` catches, those of the optimizer, and those of filters and conversations.
+    They are those of the engine's answers, of its weights, and of what the loss is made of. Left out are faults that
+    only a check of `lockstep verify` catches, those of the optimizer, and those of filters and conversations.
     """
     return tuple(fault for faults in _OF_RUNS for fault in faults if fault.check is None and not fault.learns)
 
@@ -124,10 +130,12 @@ class Verdict:
         steps: number of optimizer steps that were completed; in a run, since the fault began.
         skipped: why the fault cannot happen here, or empty.
         way: how the run used its generations; empty: one step per generation.
-        moved: in a run that nothing stopped, how far the log-probs of the prompts' tokens moved since the fault began: the mean, in
-            nats.
-        error: why nothing is known of the fault: it could not be injected, or an error other than a proof's ended the steps.
-        unreached: whether the engine has never called what the fault has put into it. Nothing is known of the proof then.
+        moved: in a run that nothing stopped, how far the log-probs of the prompts' tokens moved since the fault
+            began: the mean, in nats.
+        error: why nothing is known of the fault: it could not be injected, or an error other than a proof's ended the
+            steps.
+        unreached: whether the engine has never called what the fault has put into it. Nothing is known of the proof
+            then.
     """
 
     id: str
@@ -146,7 +154,10 @@ class Verdict:
 def run_self_test(
     stage: Stage, progress: Callable[[str], None], faults: tuple[Fault, ...] = FAULTS
 ) -> Iterator[Verdict]:
-    """The results without a fault and with each fault, each as soon as it is known. The stage's weights are restored."""
+    """The results without a fault and with each fault, each as soon as it is known.
+
+    The stage's weights are restored.
+    """
     # The controls: a proof that stops a step without a fault is a false alarm.
     controls = list(_each_fault(stage, (_CONTROL, _EVALUATED), _put_to_the_test, progress))
     yield next((c for c in controls if c.caught_by or c.error), controls[-1])
@@ -189,7 +200,10 @@ def rows_kept(verdicts: list[Verdict], part: str) -> Iterator[None]:
 
 @contextmanager
 def _caught() -> Iterator[list[Exception]]:
-    """A block whose error, of any kind, ends up in the list. The table of the self-test is worth more than its next row."""
+    """A block whose error, of any kind, ends up in the list.
+
+    The table of the self-test is worth more than its next row.
+    """
     errors: list[Exception] = []
     try:
         yield errors
@@ -252,7 +266,9 @@ def verdict_of(stage: Stage, fault: Fault, attempt: _Attempt, way: str = "") -> 
 
 
 def _restore(stage: Stage) -> None:
-    """Restore the engine. Else a proof that stops because of the fault before would be taken for one that catches this fault.
+    """Restore the engine.
+
+    Else a proof that stops because of the fault before would be taken for one that catches this fault.
 
     Raises:
         LockstepError: the engine does not compute with the model's weights any more.
@@ -260,7 +276,9 @@ def _restore(stage: Stage) -> None:
     with _caught() as errors:
         restore(stage)
     if errors:
-        raise LockstepError(f"the engine cannot be restored after the fault before: {_named(errors[0])}") from errors[0]
+        raise LockstepError(
+            f"the engine cannot be restored after the fault before: {_named(errors[0])}"
+        ) from errors[0]
 
 
 def _failed(verdict: Verdict, error: Exception, how: str) -> Verdict:
@@ -346,7 +364,8 @@ def _in_a_run(way: Way, stage: Stage, fault: Fault, injection: _Injection) -> Ve
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a self-test has found: faults that were injected, those that a proof stopped, and those that ended in an error.
+    """What a self-test has found: faults that were injected, those that a proof stopped, and those that ended in an
+    error.
 
     Attributes:
         unreached: faults that the engine has never met. They are not among the injected ones.
@@ -380,7 +399,9 @@ def write_verdicts(verdicts: Sequence[Verdict], file: str | None, *, ended: bool
     if file:
         counts = asdict(counts_of(verdicts))
         content = {**counts, "passed": ended and counts["passed"], "ended": ended}
-        replace_text(Path(file), json.dumps({**content, "faults": [asdict(v) for v in verdicts]}, indent=1) + "\n")
+        replace_text(
+            Path(file), json.dumps({**content, "faults": [asdict(v) for v in verdicts]}, indent=1) + "\n"
+        )
 
 
 def print_verdicts(verdicts: list[Verdict], console: Terminal, file: str | None) -> int:
@@ -392,7 +413,9 @@ def print_verdicts(verdicts: list[Verdict], console: Terminal, file: str | None)
     table = Table(box=None, pad_edge=False)
     for name in ("fault", "injected", "caught by", "after"):
         table.add_column(name, overflow="fold")
-    controls, faults = ([v for v in verdicts if (v.id == _CONTROL.id) is control] for control in (True, False))
+    controls, faults = (
+        [v for v in verdicts if (v.id == _CONTROL.id) is control] for control in (True, False)
+    )
     way = ""
     for v in faults:
         if v.way != way:
@@ -408,7 +431,8 @@ def print_verdicts(verdicts: list[Verdict], console: Terminal, file: str | None)
         where = f"{escape(control.way)}: " if control.way else ""
         if control.caught_by:
             said = (
-                f"[bold red]false alarm[/]: {where}without a fault, {control.caught_by} said: {escape(control.message)}"
+                f"[bold red]false alarm[/]: {where}without a fault, {control.caught_by} said: "
+                f"{escape(control.message)}"
             )
         elif control.error:
             said = f"[bold red]error[/]: {where}without a fault: {escape(control.error)}"

@@ -41,8 +41,8 @@ def _never_arrived(stage: Stage) -> Patch:
 def _stale_head(stage: Stage) -> Patch:
     if is_vllm(stage) and _tied(stage):
         if stage.trainer.proofs.engine_dtype == torch.float32 and not torch.cuda.is_available():
-            # vLLM 0.32.0 behaves like this without our fix. With other dtypes or devices the head is not packed into a copy.
-            # Imported here, because `lockstep verify --engine transformers` runs without vLLM.
+            # vLLM 0.32.0 behaves like this without our fix. With other dtypes or devices the head is not packed into
+            # a copy. Imported here, because `lockstep verify --engine transformers` runs without vLLM.
             import lockstep.engines.vllm.port.receive as backend
 
             return patch.object(backend, "repack_heads", lambda model, written: None)
@@ -132,7 +132,10 @@ def _one_layer_off(stage: Stage) -> Patch:
 
     def off(sent: Named) -> Named:
         noise = torch.Generator().manual_seed(0)
-        return [(n, t * (1 + 1e-3 * torch.randn(t.shape, generator=noise).to(t)) if n == name else t) for n, t in sent]
+        return [
+            (n, t * (1 + 1e-3 * torch.randn(t.shape, generator=noise).to(t)) if n == name else t)
+            for n, t in sent
+        ]
 
     return loads_instead(stage, off)
 
@@ -180,7 +183,10 @@ def _sync_skipped(stage: Stage) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stale_source(stage: Stage) -> Iterator[None]:
-    """Push and probe read weights that are two pushes old. Both agree with the engine, and only the trainer moves on."""
+    """Push and probe read weights that are two pushes old.
+
+    Both agree with the engine, and only the trainer moves on.
+    """
     held = [weights_now(stage)] * 3
 
     class Old(PlainSource):
@@ -197,7 +203,10 @@ def _stale_source(stage: Stage) -> Iterator[None]:
 
 
 def _left_out(stage: Stage) -> Patch:
-    """Pushes of what changed leave out a part of a layer that changed. Their manifests have its old digests, as the engine has."""
+    """Pushes of what changed leave out a part of a layer that changed.
+
+    Their manifests have its old digests, as the engine has.
+    """
     part, real = part_of(_same_shape_pair(stage)[0]), Update._changed_part
 
     def without(self: Update, names: list[str], specs: list[TensorSpec | Begun]) -> Iterator[Piece]:
@@ -211,7 +220,9 @@ def _left_out(stage: Stage) -> Patch:
 
 @contextlib.contextmanager
 def _older_base(stage: Stage) -> Iterator[None]:
-    """Every push changes one element in 97, others each time. The engine writes them into weights that are one push older than it
+    """Every push changes one element in 97, others each time.
+
+    The engine writes them into weights that are one push older than it
     says, and acknowledges what was sent."""
     held, real = [_in_main_memory(stage)] * 2, source_module.push_weights
 
@@ -263,7 +274,9 @@ def _tied(stage: Stage) -> bool:
 def _same_shape_pair(stage: Stage) -> tuple[str, str]:
     """Two matrices of the same shape in the middle of the model, which an engine may mix up."""
     layers = [
-        (n, p.shape) for n, p in stage.model.named_parameters() if (p.dim() == 2 and ".layers." in n) or ".h." in n
+        (n, p.shape)
+        for n, p in stage.model.named_parameters()
+        if (p.dim() == 2 and ".layers." in n) or ".h." in n
     ]
     middle = layers[len(layers) // 2 :] + layers
     for i, (name, shape) in enumerate(middle):
@@ -305,7 +318,9 @@ WEIGHT_FAULTS = (
     ),
     Fault("W12", "a push leaves out a tensor that changed, and its manifest has the old digest", _left_out),
     Fault("W13", "changes are written into older weights", _older_base, check="module probe"),
-    Fault("small-1", "one layer off by 1e-3 of its size", _one_layer_off, needs=_SINGLE, check="module probe"),
+    Fault(
+        "small-1", "one layer off by 1e-3 of its size", _one_layer_off, needs=_SINGLE, check="module probe"
+    ),
     Fault("small-2", "two rows of one matrix swapped", _rows_swapped, check="module probe"),
     Fault("small-3", "one sync skipped at a learning rate of 1e-6", _sync_skipped),
 )

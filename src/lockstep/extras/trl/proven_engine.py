@@ -1,4 +1,6 @@
-"""An engine for another program's trainer. Every push is proven, every answer is checked, and a lost engine gets its weights
+"""An engine for another program's trainer.
+
+Every push is proven, every answer is checked, and a lost engine gets its weights
 again.
 
 It works on the rank that holds the engine. The proofs are those of `watch/engine.py`, without a config and without the
@@ -35,8 +37,8 @@ class ProvenEngine:
         dtype: dtype in which the engine computes.
         precision: precision in which the trainer computes its forward.
         seed: seed of the run, from which every request's own seed is derived.
-        sleeps: whether the engine gives its memory back after each generation. The next generation pushes the weights again, if
-            the trainer has not done so.
+        sleeps: whether the engine gives its memory back after each generation. The next generation pushes the weights
+            again, if the trainer has not done so.
     """
 
     def __init__(
@@ -86,8 +88,8 @@ class ProvenEngine:
             sampling: `max_tokens` is lowered for a prompt that leaves less room in the engine's context, as in vLLM.
 
         Raises:
-            ProofError: an answer does not match its request, was sampled by weights that were not pushed, or samples repeat
-                themselves.
+            ProofError: an answer does not match its request, was sampled by weights that were not pushed, or samples
+                repeat themselves.
             InputError: a prompt is empty or fills the context.
             LockstepError: the engine was lost and did not come back in time.
         """
@@ -95,7 +97,8 @@ class ProvenEngine:
             return {}
         if not self._holds_our_weights:
             self.sync()
-        # Fixed before the first try, so that the same requests give the same tokens, even if the engine was lost in between.
+        # Fixed before the first try, so that the same requests give the same tokens, even if the engine was lost in
+        # between.
         requests = requests_for(prompts, sampling, self.version, self._seed, self._context)
         answers = self._recovery.run(lambda: self._answers(requests))
         check_draws(answers.values())

@@ -62,8 +62,8 @@ class TrlPictures:
         """One rank's prompts and pictures, in JSON types and arrays.
 
         Raises:
-            InputError: a prompt is not a list of token ids, the model reads no images, an image cannot be used, or a prompt has not
-                the ids of its images.
+            InputError: a prompt is not a list of token ids, the model reads no images, an image cannot be used, or a
+                prompt has not the ids of its images.
         """
         for row, prompt in enumerate(prompts):
             if isinstance(prompt, str) or not all(isinstance(token, int) for token in prompt):
@@ -118,7 +118,8 @@ class TrlPictures:
         found, due = list(ids).count(self._prompts.placeholder), sum(picture.tokens for picture in pictures)
         if found != due:
             raise InputError(
-                f"prompt {row} has {found} ids that stand for parts of images, and its {len(pictures)} images have {due}: a "
+                f"prompt {row} has {found} ids that stand for parts of images, and its {len(pictures)} images "
+                f"have {due}: a "
                 "completion sampled such an id, a prompt's text contains one, or a rollout function changed the images"
             )
 
@@ -161,9 +162,14 @@ def check_parameters(given: Mapping[str, Any]) -> None:
     size = given["tensor_parallel_size"]
     if not isinstance(size, int) or size < 1:
         raise InputError(f"tensor_parallel_size={size!r}; it must be a whole number of at least 1")
-    for name, is_set in (("tensor_parallel_size", size > 1), ("enable_sleep_mode", given["enable_sleep_mode"])):
+    for name, is_set in (
+        ("tensor_parallel_size", size > 1),
+        ("enable_sleep_mode", given["enable_sleep_mode"]),
+    ):
         if is_set and given["engine"] is not None:
-            raise InputError(f"{name}={given[name]}, and a running engine is given; start that engine with it")
+            raise InputError(
+                f"{name}={given[name]}, and a running engine is given; start that engine with it"
+            )
         if is_set and given["mode"] == "server":
             warnings.warn(f"{name}={given[name]} has no effect with servers", stacklevel=2)
 
@@ -177,7 +183,8 @@ def check_model(model: Any, accelerator: Any, processing_class: Any) -> None:
     """Refuse a model unless this process holds all of its weights, without wrappers.
 
     Raises:
-        InputError: the model is not a plain model of transformers, perhaps with a LoRA adapter, or the kind of training splits it.
+        InputError: the model is not a plain model of transformers, perhaps with a LoRA adapter, or the kind of
+            training splits it.
     """
     inner = causal_model(model) if isinstance(model, torch.nn.Module) else model
     if not isinstance(inner, PreTrainedModel):
@@ -196,12 +203,16 @@ def check_model(model: Any, accelerator: Any, processing_class: Any) -> None:
             f"distributed training of type {way} is not supported yet: every rank must hold the whole model"
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
-        raise InputError(f"mixed_precision={accelerator.mixed_precision!r} is not supported; use bf16 or none")
+        raise InputError(
+            f"mixed_precision={accelerator.mixed_precision!r} is not supported; use bf16 or none"
+        )
     if is_adapted(model):
         # Refuses an adapter that cannot be merged.
         weights_of(model)
     # The tensors of an adapter may have another dtype. They are added to the weights, which keep theirs.
-    dtypes = {str(p.dtype).removeprefix("torch.") for name, p in inner.named_parameters() if ".lora_" not in name}
+    dtypes = {
+        str(p.dtype).removeprefix("torch.") for name, p in inner.named_parameters() if ".lora_" not in name
+    }
     if len(dtypes) > 1:
         raise InputError(
             f"the model's parameters have several dtypes ({', '.join(sorted(dtypes))}); load it in one, and leave out "
@@ -234,7 +245,11 @@ def sampled_from(given: Mapping[str, Any]) -> Sampled:
     unknown = extra.keys() - _GENERATION_KWARGS
     if unknown:
         raise InputError(f"generation_kwargs hold {', '.join(sorted(unknown))}, which are not supported")
-    values = {name: given[name] for name in NEUTRAL_SAMPLING} | {"max_tokens": given["max_completion_length"]} | extra
+    values = (
+        {name: given[name] for name in NEUTRAL_SAMPLING}
+        | {"max_tokens": given["max_completion_length"]}
+        | extra
+    )
     values["min_p"] = values["min_p"] or 0.0
     values["end_ids"] = end_ids(causal_model(given["model"]), tokenizer_of(given["processing_class"]))
     stop = values.get("stop") or ()
@@ -254,7 +269,8 @@ def warn_of_other_scores(sampling: Sampling) -> None:
     other = [name for name in Sampling.__slots__ if getattr(sampling, name) != getattr(neutral, name)]
     if other:
         warnings.warn(
-            f"{', '.join(other)}: the log-probs belong to the sampling distribution, but TRL's trainers score the whole one; "
+            f"{', '.join(other)}: the log-probs belong to the sampling distribution, but TRL's trainers score "
+            f"the whole one; "
             "their importance-sampling ratios contain the difference at every token (TRL issue 6789)",
             stacklevel=3,
         )

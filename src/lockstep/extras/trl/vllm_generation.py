@@ -67,35 +67,39 @@ _TOOL_LOOP = (
 class LockstepGeneration:
     """Replaces `trl.generation.vllm_generation.VLLMGeneration` of TRL 1.16, and adds proofs.
 
-    Every rank makes one and calls the same methods; only the main rank holds the engine. The parameters are TRL's, in TRL's
-    order, with these differences:
+    Every rank makes one and calls the same methods; only the main rank holds the engine. The parameters are TRL's, in
+    TRL's order, with these differences:
 
     Args:
-        mode: `colocate`: vLLM on this machine (transformers if vLLM is not installed). With one trainer process, the model is in
-            this process. With several, the main rank owns one engine for all ranks, and `tensor_parallel_size` must be above 1:
-            vLLM in the main rank would take part in the process group of the ranks. `server`: running `lockstep serve`.
-        tensor_parallel_size: number of devices that the engine's model is split over, in processes that vLLM starts. Give it the
-            number of ranks. (TRL's ranks hold the parts themselves, and it has an engine per so many ranks.)
-        enable_sleep_mode: vLLM gives its GPU memory back after each call of `generate`, and wakes at the next push. A call without
-            a push before it pushes the weights itself. Refused where vLLM has no sleep mode (on a CPU).
+        mode: `colocate`: vLLM on this machine (transformers if vLLM is not installed). With one trainer process, the
+            model is in this process. With several, the main rank owns one engine for all ranks, and
+            `tensor_parallel_size` must be above 1: vLLM in the main rank would take part in the process group of the
+            ranks. `server`: running `lockstep serve`.
+        tensor_parallel_size: number of devices that the engine's model is split over, in processes that vLLM starts.
+            Give it the number of ranks. (TRL's ranks hold the parts themselves, and it has an engine per so many
+            ranks.)
+        enable_sleep_mode: vLLM gives its GPU memory back after each call of `generate`, and wakes at the next push. A
+            call without a push before it pushes the weights itself. Refused where vLLM has no sleep mode (on a CPU).
         server_base_url: one URL, or several separated by commas.
         server_host: 0.0.0.0, TRL's default, means this machine.
         server_timeout: seconds that the wait for a server, one of its calls, or one generation may take.
         group_port: port for weights over gloo. Servers on this machine get weights through shared memory.
         max_model_length: by default the model's whole context. A completion ends at this limit.
         max_num_seqs: number of sequences decoded together per rank; by default 64, and 256 on a GPU.
-        top_p, top_k, min_p, repetition_penalty: sampled exactly, and the log-probs are those of the sampling distribution.
-            TRL's trainers nevertheless score the whole distribution (TRL #6789). Their ratios then contain the difference; a
-            warning says so.
-        generation_kwargs: as in TRL. `seed` is the seed of the run, from which every request gets its own; torch's by default.
+        top_p, top_k, min_p, repetition_penalty: sampled exactly, and the log-probs are those of the sampling
+            distribution. TRL's trainers nevertheless score the whole distribution (TRL #6789). Their ratios then
+            contain the difference; a warning says so.
+        generation_kwargs: as in TRL. `seed` is the seed of the run, from which every request gets its own; torch's by
+            default.
         engine: a running engine to use instead, on the main rank. The caller closes it.
         engine_dtype: `auto` (the dtype in which the trainer computes), `float32` or `bfloat16`.
         engine_kwargs: further arguments of `vllm.LLM`, in colocate mode.
-        server_key_file, weight_transport, group_host: as `vllm_server_key_file`, `vllm_weight_transport` and `vllm_group_host` of
-            `lockstep.GRPOConfig`.
+        server_key_file, weight_transport, group_host: as `vllm_server_key_file`, `vllm_weight_transport` and
+            `vllm_group_host` of `lockstep.GRPOConfig`.
 
     Raises:
-        InputError: on every rank; a parameter, the model or the kind of training is not supported, or a server lacks an option.
+        InputError: on every rank; a parameter, the model or the kind of training is not supported, or a server lacks
+            an option.
         ProofError: the engine's settings differ from what training assumes.
         LockstepError: a server did not answer in time.
     """
@@ -196,14 +200,15 @@ class LockstepGeneration:
             profiler: context that is entered around the call.
 
         Returns:
-            For each prompt of this rank, in order: the prompt's ids as the engine used them (P,); the completion's ids (C,);
-            log-probs (C, 1) under the sampling distribution, in nats; the token ids of these log-probs (C, 1). The last two
-            are None if `logprobs` is None.
+            For each prompt of this rank, in order: the prompt's ids as the engine used them (P,); the completion's
+                ids (C,);
+            log-probs (C, 1) under the sampling distribution, in nats; the token ids of these log-probs (C, 1). The
+            last two are None if `logprobs` is None.
 
         Raises:
-            InputError: on every rank; a prompt is not a list of token ids, is empty or fills the context, or its images are not
-                those of its ids, or the model reads none. On this rank, at once, and before it waits for another rank: there are
-                several ranks, and this is a call of TRL's tool loop.
+            InputError: on every rank; a prompt is not a list of token ids, is empty or fills the context, or its
+                images are not those of its ids, or the model reads none. On this rank, at once, and before it waits
+                for another rank: there are several ranks, and this is a call of TRL's tool loop.
             ProofError: on every rank; trainer and engine do not agree.
             LockstepError: on every rank; the engine was lost and did not come back in time.
         """
@@ -273,7 +278,9 @@ class LockstepGeneration:
         if ranks > 1 and vllm_installed():
             check_beside_ranks(ranks, workers, "tensor_parallel_size", "mode")
         context = given["max_model_length"] or context_within(self.model, None)
-        check_positions(causal_model(self.model).config.get_text_config(), context, by_capacity=vllm_installed())
+        check_positions(
+            causal_model(self.model).config.get_text_config(), context, by_capacity=vllm_installed()
+        )
         # TRL counts the sequences of all ranks that share an engine, which are `workers` ranks there.
         sequences = -(-given["max_num_seqs"] // workers) if given["max_num_seqs"] else usual_sequences()
         return start_here(
@@ -312,7 +319,10 @@ class LockstepGeneration:
 
 
 def _goes_on(prompts: Sequence[Any], answered: Sequence[list[int]]) -> bool:
-    """Whether the first prompt begins with a prompt and the completion that answered it. In TRL's tool loop all of them do."""
+    """Whether the first prompt begins with a prompt and the completion that answered it.
+
+    In TRL's tool loop all of them do.
+    """
     first = list(prompts[0]) if prompts and isinstance(prompts[0], Sequence) else []
     return any(first[: len(ids)] == ids for ids in answered)
 

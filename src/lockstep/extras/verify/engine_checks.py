@@ -29,7 +29,11 @@ from lockstep.watch.tolerances import Tolerance
 def tokenizer_guards(stage: Stage) -> list[Row]:
     """The pad token and the end tokens exist in the vocabulary."""
     tokenizer = stage.tokenizer
-    pad, end, ids = tokenizer.pad_token_id, end_ids(stage.model, tokenizer), set(tokenizer.get_vocab().values())
+    pad, end, ids = (
+        tokenizer.pad_token_id,
+        end_ids(stage.model, tokenizer),
+        set(tokenizer.get_vocab().values()),
+    )
     passed = pad in ids and bool(end) and set(end) <= ids
     return [
         Row(
@@ -75,8 +79,12 @@ def chat_template(stage: Stage) -> list[Row]:
     return [
         Row(
             "chat template",
-            f"{'prefix-preserving' if keeps else 'not prefix-preserving (turns are appended as ids, never rendered again)'}; "
-            + (f"a turn ends with {stage.tokenizer.decode(ends[-1:])!r}" if ends else f"a turn ends with {closing!r}"),
+            f"{'prefix-preserving' if keeps else 'not prefix-preserving (turns are appended as ids, never rendered again)'}; "  # noqa: E501
+            + (
+                f"a turn ends with {stage.tokenizer.decode(ends[-1:])!r}"
+                if ends
+                else f"a turn ends with {closing!r}"
+            ),
             "a turn ends with an end token",
             bool(ends),
             "add the token that closes an assistant's turn to eos_token_id in the model's generation_config.json",
@@ -109,13 +117,16 @@ def echo(stage: Stage) -> list[Row]:
     longest = max(len(p.ids) for p in stage.prompts)
     prompts = [p.ids for p in stage.prompts]
     prompts += [whole_numbers([draw.randrange(rows) for _ in range(min(24, longest))]) for _ in range(4)]
-    answers = stage.sample(Sampling(1), [Prompt(f"echo/{i}", ids, "") for i, ids in enumerate(prompts)], samples=1)
+    answers = stage.sample(
+        Sampling(1), [Prompt(f"echo/{i}", ids, "") for i, ids in enumerate(prompts)], samples=1
+    )
     equal = sum(np.array_equal(answer.prompt_ids, ids) for answer, ids in zip(answers, prompts, strict=True))
     changed = sum(not np.array_equal(stage.encoded_again(ids), ids) for ids in prompts)
     return [
         Row(
             "token echo",
-            f"{equal} of {len(prompts)} prompts came back id for id ({changed} of them would not survive decode → encode)",
+            f"{equal} of {len(prompts)} prompts came back id for id ({changed} of them would not survive "
+            f"decode → encode)",
             "all",
             equal == len(prompts) and changed > 0,
             "something between trainer and engine turns ids into text; send ids only",
@@ -140,10 +151,12 @@ def finish_reasons(stage: Stage) -> list[Row]:
     return [
         Row(
             "finish reasons",
-            f"{len(found) + len(short) + bool(cut) - len(wrong)} right, {len(wrong)} wrong; seen: {', '.join(sorted(seen))}",
+            f"{len(found) + len(short) + bool(cut) - len(wrong)} right, {len(wrong)} wrong; seen: "
+            f"{', '.join(sorted(seen))}",
             "none wrong",
             not wrong,
-            "the engine's finish reason does not fit its tokens: look for a wrapper that rewrites it or strips end tokens",
+            "the engine's finish reason does not fit its tokens: look for a wrapper that rewrites it or "
+            "strips end tokens",
         )
     ]
 
@@ -178,7 +191,11 @@ def repetition(stage: Stage) -> list[Row]:
     stage.trainer.source.send(stage.version)
     again = stage.sample(stage.sampling(temperature=1.0))
     same = sum(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(first, again, strict=True))
-    pairs = [(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x.logprobs, y.logprobs, strict=False)]
+    pairs = [
+        (a, b)
+        for x, y in zip(first, again, strict=True)
+        for a, b in zip(x.logprobs, y.logprobs, strict=False)
+    ]
     apart = max(abs(a - b) for a, b in pairs)
     return [
         Row(
@@ -207,7 +224,9 @@ def _stopped_by_string(stage: Stage, found: list[Completion]) -> Completion | No
     return None
 
 
-_SYNC_FIX = "the engine does not compute with the weights that it received; see which layers the module probe names"
+_SYNC_FIX = (
+    "the engine does not compute with the weights that it received; see which layers the module probe names"
+)
 
 
 def canary(stage: Stage) -> list[Row]:
@@ -224,11 +243,16 @@ def module_probe(stage: Stage) -> list[Row]:
     name = max(errors, key=lambda n: errors[n])
     failed = sorted({n for r in records for n in r.failed})
     unreached = records[0].unreached
-    note = f"; no probe reaches {', '.join(unreached[:3])}{' …' if len(unreached) > 3 else ''}" if unreached else ""
+    note = (
+        f"; no probe reaches {', '.join(unreached[:3])}{' …' if len(unreached) > 3 else ''}"
+        if unreached
+        else ""
+    )
     return [
         Row(
             "module probe",
-            f"{records[0].of_modules} modules, {probe.reached():.0%} of the weights; worst {name} {errors[name]:.1e}{note}",
+            f"{records[0].of_modules} modules, {probe.reached():.0%} of the weights; worst {name} "
+            f"{errors[name]:.1e}{note}",
             f"{records[0].limit:g}",
             not failed,
             f"these weights are not in use as they were sent: {', '.join(failed[:8])}",
@@ -267,7 +291,8 @@ def caches(stage: Stage) -> list[Row]:
     apart = stage.gap(moved, sampling)
     stage.push()
     fix = (
-        "keys and values of older weights outlive a push: the engine confirmed a reset of its caches that it did not do"
+        "keys and values of older weights outlive a push: the engine confirmed a reset of its caches that "
+        "it did not do"
     )
     note = f", prompt of {len(longest.ids)}"
     limit = stage.trainer.proofs.limit
@@ -305,5 +330,6 @@ def _conclusive(row: Row, apart: GapStats, limit: Tolerance) -> Row:
     return replace(
         row,
         passed=False,
-        fix=f"nothing was shown: old weights are only {apart.mean_abs:.1e} away, within the limit for these dtypes; use float32",
+        fix=f"nothing was shown: old weights are only {apart.mean_abs:.1e} away, within the limit for these "
+        f"dtypes; use float32",
     )

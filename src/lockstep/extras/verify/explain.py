@@ -45,7 +45,8 @@ def _about(starts: list[Line]) -> list[str]:
     engine, canary = last["engine"], last["canary"]
     lines = [
         f"engine      {engine['engine']}, {engine['architecture']}, {engine['dtype']} (head {engine['head_dtype']}), "
-        f"{engine['logprobs_mode']}; trainer computes in {last['trainer']['compute']}, temperature {last['temperature']}",
+        f"{engine['logprobs_mode']}; trainer computes in {last['trainer']['compute']}, temperature "
+        f"{last['temperature']}",
         f"at start    canary gap mean {canary['mean_abs_gap']:.1e}, max {canary['max_abs_gap']:.1e}; "
         f"{last['modules']['probed']} modules probed, worst {last['worst_module']['name']} "
         f"{last['worst_module']['error']:.1e} (limit {last['limits']['module_probe']:.0e})",
@@ -86,7 +87,9 @@ def _gaps(steps: list[Line], start: Line) -> list[str]:
 
 
 def _judged(steps: list[Line]) -> list[str]:
-    """The means that were compared with their limits, and single steps above a limit; empty for a receipt without them."""
+    """The means that were compared with their limits, and single steps above a limit; empty for a receipt without
+    them.
+    """
     lines = []
     for name in MEANS:
         judged = judged_means(steps, name)
@@ -94,7 +97,9 @@ def _judged(steps: list[Line]) -> list[str]:
             alone = steps_alone(alone_above(judged), name)
             lines.append(f"            judged: {'; '.join(filter(None, [worst.text, alone]))}")
     if waiting := waiting_tokens(steps):
-        lines.append(f"            the means of the last {waiting} tokens are not judged yet: they are too few")
+        lines.append(
+            f"            the means of the last {waiting} tokens are not judged yet: they are too few"
+        )
     return lines
 
 
@@ -105,8 +110,10 @@ def _canaries(steps: list[Line]) -> list[str]:
         return []
     worst = max(with_canary, key=lambda s: s["canary"]["max_abs_gap"])
     return [
-        f"stale       {sum(s['stale_tokens'] for s in with_canary)} tokens were older than the weights that learned from "
-        f"them; the canary of {len(with_canary)} steps: gap max {worst['canary']['max_abs_gap']:.1e} at step {worst['step']}"
+        f"stale       {sum(s['stale_tokens'] for s in with_canary)} tokens were older than the weights that "
+        f"learned from "
+        f"them; the canary of {len(with_canary)} steps: gap max {worst['canary']['max_abs_gap']:.1e} at step "
+        f"{worst['step']}"
     ]
 
 
@@ -115,7 +122,9 @@ def _parts(folder: Path) -> list[str]:
     path = folder / "metrics.jsonl"
     # A kill may have cut the last line short. It is ignored.
     lines = (
-        [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")] if path.is_file() else []
+        [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        if path.is_file()
+        else []
     )
     logged = [json.loads(line) for line in lines]
     logged = [line for line in logged if f"parity/gap_{_PARTS[0]}" in line]
@@ -139,12 +148,14 @@ def _weights(steps: list[Line], starts: list[Line]) -> list[str]:
     worst = max(steps, key=lambda s: s["worst_module"]["error"])
     stale = [s["step"] for s in steps if s["version"] != s["step"] - 1]
     lines = [
-        f"weights     {steps[-1]['tensors']} tensors per push; worst module of all probes: {worst['worst_module']['name']} "
+        f"weights     {steps[-1]['tensors']} tensors per push; worst module of all probes: "
+        f"{worst['worst_module']['name']} "
         f"{worst['worst_module']['error']:.1e} at step {worst['step']}"
     ]
     if stale:
         lines.append(
-            f"            {len(stale)} steps learned from rollouts of an earlier version (steps_per_generation, num_iterations)"
+            f"            {len(stale)} steps learned from rollouts of an earlier version "
+            f"(steps_per_generation, num_iterations)"
         )
     unreached = starts[-1]["modules"]["unreached"]
     if unreached:

@@ -1,4 +1,5 @@
-"""Proofs about log-probs: the right distribution, a small gap in each dtype, gradients that do not depend on the split, and draws.
+"""Proofs about log-probs: the right distribution, a small gap in each dtype, gradients that do not depend on the
+split, and draws.
 
 The draws proof needs more tokens than a few steps sample.
 """
@@ -48,7 +49,10 @@ from lockstep.watch.tolerances import Tolerance, tolerance
 
 
 class Unwatched:
-    """The events of `learn/events.py` that a loss and its backward have. The sums are those of a run, and nobody judges them."""
+    """The events of `learn/events.py` that a loss and its backward have.
+
+    The sums are those of a run, and nobody judges them.
+    """
 
     def evidence(self) -> TokenEvidence:
         return TokenEvidence()
@@ -72,7 +76,9 @@ _ACCOUNTING_LIMIT = 1e-4
 
 
 def semantics(stage: Stage) -> list[Row]:
-    """The engine's log-probs belong to the distribution that was sampled, for several sampling settings and for the run's own."""
+    """The engine's log-probs belong to the distribution that was sampled, for several sampling settings and for the
+    run's own.
+    """
     tokens = stage.config.max_completion_length
     cases = {
         "T = 1": Sampling(tokens),
@@ -82,7 +88,9 @@ def semantics(stage: Stage) -> list[Row]:
         "T = 1, min-p 0.05": Sampling(tokens, min_p=0.05),
     }
     with _as_exact_as_possible(stage) as is_exact:
-        rows = [semantics_row(stage, name, Distribution(sampling), is_exact) for name, sampling in cases.items()]
+        rows = [
+            semantics_row(stage, name, Distribution(sampling), is_exact) for name, sampling in cases.items()
+        ]
         own = stage.trainer.proofs.distribution
         if replace(own.sampling, stop=(), max_kept_ids=Sampling(1).max_kept_ids) != stage.sampling():
             rows.append(semantics_row(stage, "the run's own settings", own, is_exact))
@@ -91,7 +99,8 @@ def semantics(stage: Stage) -> list[Row]:
 
 @contextmanager
 def _as_exact_as_possible(stage: Stage) -> Iterator[bool]:
-    """In this context, an engine in 8 bits does not quantise its inputs, and neither does the trainer's forward in 8 bits.
+    """In this context, an engine in 8 bits does not quantise its inputs, and neither does the trainer's forward in 8
+    bits.
 
     Yields:
         Whether the limits of the dtypes hold. They do not if the engine goes on to quantise its inputs
@@ -115,7 +124,9 @@ def _limit(stage: Stage, trainer: torch.dtype, *, is_exact: bool) -> Tolerance:
 
 
 def semantics_row(stage: Stage, name: str, distribution: Distribution, is_exact: bool) -> Row:
-    """The row of one distribution. Tokens are scored among the engine's kept ids, as in training, and each set is compared.
+    """The row of one distribution.
+
+    Tokens are scored among the engine's kept ids, as in training, and each set is compared.
 
     Args:
         is_exact: whether the limits of the dtypes hold.
@@ -124,7 +135,9 @@ def semantics_row(stage: Stage, name: str, distribution: Distribution, is_exact:
     limit = _limit(stage, stage.precision.dtype_of(stage.model), is_exact=is_exact)
     gap, proof = GapStats(), f"log-probs, {name}"
     for c in completions:
-        own = completion_logps(stage.model, c.prompt_ids, c.token_ids, distribution, stage.precision, c.kept_ids)
+        own = completion_logps(
+            stage.model, c.prompt_ids, c.token_ids, distribution, stage.precision, c.kept_ids
+        )
         gap = gap + measure_gap(torch.tensor(c.logprobs), own, [str(c.key)], [len(c.token_ids)])
     note, sampling = "" if is_exact else "; inputs in 8 bits, wider limits", distribution.sampling
     if sampling.is_filtered:
@@ -134,7 +147,9 @@ def semantics_row(stage: Stage, name: str, distribution: Distribution, is_exact:
             found.check_mean(sampling, limit)
         except ProofError as error:
             return Row(proof, error.found, "the ids that the filters keep", False, error.fix)
-        note += f"; {found.tokens} sets of kept ids" + (f", {found.differences} other ids" if found.differences else "")
+        note += f"; {found.tokens} sets of kept ids" + (
+            f", {found.differences} other ids" if found.differences else ""
+        )
     return gap_row(
         proof,
         gap,
@@ -163,8 +178,14 @@ def parity_by_dtype(stage: Stage) -> list[Row]:
     rows: list[Row] = []
     with _as_exact_as_possible(stage) as is_exact:
         completions = stage.sample(sampling)
-        for trainer, precision in ((torch.float32, Precision()), (torch.bfloat16, Precision(autocast=torch.bfloat16))):
-            gap, limit = stage.gap(completions, sampling, precision), _limit(stage, trainer, is_exact=is_exact)
+        for trainer, precision in (
+            (torch.float32, Precision()),
+            (torch.bfloat16, Precision(autocast=torch.bfloat16)),
+        ):
+            gap, limit = (
+                stage.gap(completions, sampling, precision),
+                _limit(stage, trainer, is_exact=is_exact),
+            )
             name = f"parity gap, engine {dtype_name(engine)}, trainer {dtype_name(trainer)}"
             ours = " (this run)" if precision == stage.precision else ""
             row = gap_row(name + ours, gap, limit, "see which proof above failed first")
@@ -197,8 +218,9 @@ def training_step(stage: Stage) -> list[Row]:
 def accounting(stage: Stage) -> list[Row]:
     """Every token has the same weight in the loss, whether a step is one micro-batch or several.
 
-    The model scores the tokens once. Each cut then learns from these numbers, through the trainer's own loss and backward. So the
-    cuts differ in their accounting alone, and rounding of a forward in half precision is not a part of the figure.
+    The model scores the tokens once. Each cut then learns from these numbers, through the trainer's own loss and
+    backward. So the cuts differ in their accounting alone, and rounding of a forward in half precision is not a part
+    of the figure.
     """
     groups = _uneven_groups(stage)
     scores = _scored(stage, groups)
@@ -223,13 +245,17 @@ def _uneven_groups(stage: Stage) -> list[RolloutGroup]:
         most = max(stage.config.max_completion_length * (i + 1) // len(stage.prompts), 1)
         sampling = replace(own, max_tokens=most, min_tokens=min(own.min_tokens, most))
         completions = stage.sample(sampling, [prompt], samples=stage.config.num_generations)
-        made.append(RolloutGroup(prompt, tuple(Rollout(c, "", {}, float(j % 2)) for j, c in enumerate(completions))))
+        made.append(
+            RolloutGroup(prompt, tuple(Rollout(c, "", {}, float(j % 2)) for j, c in enumerate(completions)))
+        )
     return made
 
 
 @dataclass(frozen=True, slots=True)
 class _ScoredPolicy(Policy):
-    """A policy whose log-probs are numbers that were scored before. Each sequence has its own, and they gather gradients.
+    """A policy whose log-probs are numbers that were scored before.
+
+    Each sequence has its own, and they gather gradients.
 
     Attributes:
         scores: of each sequence, by name: log-probs and entropies are leaves.
@@ -237,7 +263,9 @@ class _ScoredPolicy(Policy):
 
     scores: Mapping[str, TokenScores] = field(default_factory=dict)
 
-    def score(self, pack: Pack, config: OnlineConfig, evidence: Evidence | None = None, **how: bool) -> TokenScores:
+    def score(
+        self, pack: Pack, config: OnlineConfig, evidence: Evidence | None = None, **how: bool
+    ) -> TokenScores:
         own = [self.scores[s.name] for s in pack.sequences]
         support = [s.support for s in own if s.support is not None]
         return TokenScores(
@@ -251,7 +279,9 @@ def _scored(stage: Stage, groups: Sequence[RolloutGroup]) -> dict[str, TokenScor
     """The scores of every sequence, computed once by the policy, by name."""
     objective = GRPOObjective(_cut(stage, 1))
     policy, found = stage.trainer._policy(), dict[str, TokenScores]()
-    sequences = [s for batch in prepare_generation(groups, objective, stage.version).micro_batches for s in batch]
+    sequences = [
+        s for batch in prepare_generation(groups, objective, stage.version).micro_batches for s in batch
+    ]
     with torch.no_grad(), policy.casts_kept():
         for pack in policy.packs(sequences, objective.config):
             scores = policy.score(pack, objective.config)
@@ -297,7 +327,8 @@ def _cut(stage: Stage, parts: int) -> GRPOConfig:
     config = copy.copy(stage.config)
     config.per_device_train_batch_size = stage.config.per_device_train_batch_size // parts
     config.gradient_accumulation_steps = config.steps_per_generation = parts
-    # Without this nothing would be left to compare: short completions are all truncated, and at a low temperature all equal.
+    # Without this nothing would be left to compare: short completions are all truncated, and at a low temperature all
+    # equal.
     config.mask_truncated_completions, config.temperature = False, 1.0
     return config
 
@@ -310,8 +341,8 @@ def _distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
     return (sum(float((one[name] - other[name]).double().square().sum()) for name in one) / size) ** 0.5
 
 
-# Tokens of `lockstep verify`: enough for coarse faults. Tokens of the self-test: enough for a temperature of 1.05, even if the
-# model prefers few tokens.
+# Tokens of `lockstep verify`: enough for coarse faults. Tokens of the self-test: enough for a temperature of 1.05,
+# even if the model prefers few tokens.
 _TOKENS, _SELF_TEST_TOKENS = 512, 65_536
 _SAMPLES = 32
 
@@ -343,7 +374,9 @@ def _row(stage: Stage, most: int) -> Row:
             version=stage.version,
         )
         evidence_of_turn = stage.trainer.watch.evidence()
-        score_all(stage.trainer.loop.policy(), sequences_of(groups, stage.version), stage.config, evidence_of_turn)
+        score_all(
+            stage.trainer.loop.policy(), sequences_of(groups, stage.version), stage.config, evidence_of_turn
+        )
         stats = evidence_of_turn.draws
         tokens += stats.tokens
         evidence.add(stats)

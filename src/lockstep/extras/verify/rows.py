@@ -42,7 +42,13 @@ def gap_row(proof: str, gap: GapStats, limit: Tolerance, fix: str, note: str = "
     passed = not over_limits(gap, limit)
     figure = f"mean {gap.mean_abs:.1e}, max {gap.max_abs:.1e}, k3 {gap.k3:.0e}, {gap.tokens} tokens{note}"
     allowed = ", ".join(f"{bound:.2g}" for bound in bounds(gap, limit))
-    details = {"tokens": gap.tokens, "mean": gap.mean_abs, "max": gap.max_abs, "k3": gap.k3, "worst": gap.worst}
+    details = {
+        "tokens": gap.tokens,
+        "mean": gap.mean_abs,
+        "max": gap.max_abs,
+        "k3": gap.k3,
+        "worst": gap.worst,
+    }
     return Row(proof, figure, allowed, passed, "" if passed else fix, details)
 
 
@@ -52,19 +58,29 @@ def print_rows(rows: list[Row], console: Terminal) -> None:
     for name in ("proof", "found", "limit", ""):
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(row.proof, escape(row.figure), row.limit, "[green]PASS" if row.passed else "[bold red]FAIL")
+        table.add_row(
+            row.proof, escape(row.figure), row.limit, "[green]PASS" if row.passed else "[bold red]FAIL"
+        )
     console.print(table)
     failed = [row for row in rows if not row.passed]
     console.print(f"\n{len(rows)} proofs, {len(failed)} failed", highlight=False)
     for row in failed:
         console.print(
-            f"\n[bold]{row.proof}[/]: {escape(row.figure)}\n  what to change: {escape(row.fix)}", highlight=False
+            f"\n[bold]{row.proof}[/]: {escape(row.figure)}\n  what to change: {escape(row.fix)}",
+            highlight=False,
         )
 
 
 def write_json(path: Path, rows: list[Row], settings: dict[str, Any]) -> None:
-    """Write the rows with their details, and the settings of the run. Numbers that JSON cannot represent become text."""
-    content = {"passed": all(row.passed for row in rows), "settings": settings, "rows": [asdict(row) for row in rows]}
+    """Write the rows with their details, and the settings of the run.
+
+    Numbers that JSON cannot represent become text.
+    """
+    content = {
+        "passed": all(row.passed for row in rows),
+        "settings": settings,
+        "rows": [asdict(row) for row in rows],
+    }
     replace_text(path, json.dumps(_plain(content), indent=1, default=str) + "\n")
 
 

@@ -74,7 +74,10 @@ def failed_row(name: str, error: LockstepError) -> Row:
 
 
 def recover(stage: Stage) -> None:
-    """Load the model's weights into the engine again after a failed check. If that fails too, the next check reports it."""
+    """Load the model's weights into the engine again after a failed check.
+
+    If that fails too, the next check reports it.
+    """
     try:
         restore(stage)
     except LockstepError:

@@ -1,4 +1,6 @@
-"""The user's model, engine and settings as a training run with a few prompts. The proofs of `lockstep verify` run on it.
+"""The user's model, engine and settings as a training run with a few prompts.
+
+The proofs of `lockstep verify` run on it.
 
 It is a real `GRPOTrainer` with a real engine. Therefore the proofs test the same code that trains. Nothing is
 learned. Instead of an optimizer step, the stage changes the weights by small random amounts and restores them later.
@@ -54,7 +56,9 @@ _QUESTIONS = (
 
 @dataclass
 class StageConfig(GRPOConfig):
-    """A run's configuration on a stage. Its completions are too short to be interrupted. Each part of an interrupted completion
+    """A run's configuration on a stage.
+
+    Its completions are too short to be interrupted. Each part of an interrupted completion
     would be an ordinary answer of the engine. The engine does not sleep, because checks ask it at any time."""
 
     def __post_init__(self) -> None:
@@ -126,7 +130,9 @@ class Stage:
         return push.proof.probe
 
     def step(self) -> int:
-        """One training step, up to the point at which the optimizer would change the weights. Returns the number of proven
+        """One training step, up to the point at which the optimizer would change the weights.
+
+        Returns the number of proven
         tokens.
 
         Raises:
@@ -158,7 +164,8 @@ class Stage:
         """Real optimizer steps, in the loop of training, from version 0 on. The caller restores the weights.
 
         Args:
-            after, begin: a function, and the number of optimizer steps after which it is called, before the next forward.
+            after, begin: a function, and the number of optimizer steps after which it is called, before the next
+                forward.
             is_enough: whether the run ends before its last step; called after each step.
 
         Raises:
@@ -196,14 +203,18 @@ class Stage:
             version=self.version,
         )
 
-    def sample(self, sampling: Sampling, prompts: Sequence[Prompt] | None = None, samples: int = 2) -> list[Completion]:
+    def sample(
+        self, sampling: Sampling, prompts: Sequence[Prompt] | None = None, samples: int = 2
+    ) -> list[Completion]:
         """Completions, sampled by the engine with its current weights."""
         groups = self.groups(sampling, self.prompts if prompts is None else prompts, samples)
         return [rollout.completion for group in groups for rollout in group.rollouts]
 
     def encoded_again(self, ids: Ids) -> Ids:
         """The ids after decoding them to text and encoding the text again."""
-        return whole_numbers(self.tokenizer(self.tokenizer.decode(ids.tolist()), add_special_tokens=False)["input_ids"])
+        return whole_numbers(
+            self.tokenizer(self.tokenizer.decode(ids.tolist()), add_special_tokens=False)["input_ids"]
+        )
 
     def gap(
         self, completions: Sequence[Completion], sampling: Sampling, precision: Precision | None = None
@@ -212,14 +223,22 @@ class Stage:
         stats = GapStats()
         for c in completions:
             own = completion_logps(
-                self.model, c.prompt_ids, c.token_ids, sampling, precision or self.precision, pictures=c.pictures
+                self.model,
+                c.prompt_ids,
+                c.token_ids,
+                sampling,
+                precision or self.precision,
+                pictures=c.pictures,
             )
             stats = stats + measure_gap(torch.tensor(c.logprobs), own, [str(c.key)], [len(own)])
         return stats
 
     def prompt_logps(self) -> torch.Tensor:
         """(N,) the policy's log-probs of all tokens of the prompts but their first ones, at temperature 1."""
-        found = [completion_logps(self.model, p.ids[:1], p.ids[1:], Sampling(1), self.precision) for p in self.prompts]
+        found = [
+            completion_logps(self.model, p.ids[:1], p.ids[1:], Sampling(1), self.precision)
+            for p in self.prompts
+        ]
         return torch.cat(found).cpu()
 
     def sampling(self, **changes: Any) -> Sampling:
@@ -228,7 +247,10 @@ class Stage:
         return replace(Sampling(limit, temperature=self.config.temperature, end_ids=ends), **changes)
 
     def move(self, scale: float, seed: int | None = None) -> None:
-        """Add noise to every trained weight: `scale` times its tensor's mean absolute value, with a new seed for each version."""
+        """Add noise to every trained weight:
+
+        `scale` times its tensor's mean absolute value, with a new seed for each version.
+        """
         generator = torch.Generator().manual_seed(self.version if seed is None else seed)
         with torch.no_grad():
             for p in filter(lambda p: p.requires_grad, self.model.parameters()):
@@ -255,7 +277,10 @@ class Stage:
 
     @contextmanager
     def counted_tokens(self) -> Iterator[Callable[[], int]]:
-        """A context that gives a function. It returns the number of tokens that the engine has answered in the context."""
+        """A context that gives a function.
+
+        It returns the number of tokens that the engine has answered in the context.
+        """
         real, answered = self.engine.serve, 0
 
         class Counting:
@@ -265,7 +290,9 @@ class Stage:
             def __getattr__(self, name: str) -> Any:
                 return getattr(self._inbox, name)
 
-            def answer(self, completion: Completion, versions: Collection[int], vocab_size: int | None = None) -> None:
+            def answer(
+                self, completion: Completion, versions: Collection[int], vocab_size: int | None = None
+            ) -> None:
                 nonlocal answered
                 self._inbox.answer(completion, versions, vocab_size)
                 answered += len(completion.token_ids)
@@ -293,9 +320,11 @@ def open_stage(
     """Load both sides, check the handshake, and prove the first push.
 
     Args:
-        dataset: the user's own prompts (the first one is used, together with a long prompt that fills cache blocks), or None.
+        dataset: the user's own prompts (the first one is used, together with a long prompt that fills cache blocks),
+            or None.
         plain: whether the built-in prompts are text instead of messages.
-        pictures: whether to use built-in prompts with two pictures each, instead of all others. The model must read pictures.
+        pictures: whether to use built-in prompts with two pictures each, instead of all others. The model must read
+            pictures.
         engine: a running engine to use. The caller closes it.
         peft_config: the adapter that is trained; None: the whole model is trained.
 
@@ -318,11 +347,18 @@ def open_stage(
         # Messages show pictures before their text. Plain text must show them itself, with text between them.
         before = 2 * f"{_placeholder(model)} " if plain else ""
         shown = zip(prompts, _pictures(len(prompts)), strict=True)
-        rows = [{"prompt": before + prompt if plain else prompt, "images": images} for prompt, images in shown]
+        rows = [
+            {"prompt": before + prompt if plain else prompt, "images": images} for prompt, images in shown
+        ]
     with temporary_folder("lockstep-verify-") as folder:
         config.output_dir, config.reward_weights = str(folder), None
         trainer = GRPOTrainer(
-            model, _alternating, config, datasets.Dataset.from_list(rows), engine=engine, peft_config=peft_config
+            model,
+            _alternating,
+            config,
+            datasets.Dataset.from_list(rows),
+            engine=engine,
+            peft_config=peft_config,
         )
         # Nobody reads the files of these runs.
         trainer.remove_callback(RunFiles)
@@ -352,7 +388,9 @@ def _placeholder(model: str) -> str:
 
 
 def _visible_scale(stage: Stage) -> float:
-    """The smallest scale that changes log-probs by more than the tolerance of the engine's dtype; otherwise the largest scale."""
+    """The smallest scale that changes log-probs by more than the tolerance of the engine's dtype; otherwise the
+    largest scale.
+    """
     limit = tolerance(stage.trainer.proofs.engine_dtype, stage.precision.dtype_of(stage.model)).mean
     prompt = min(stage.prompts, key=lambda p: len(p.ids)).ids
 
@@ -368,15 +406,23 @@ def _visible_scale(stage: Stage) -> float:
 
 
 def _with_foreign_ids(trainer: GRPOTrainer) -> tuple[Prompt, ...]:
-    """The trainer's prompts. The last prompt is encoded letter by letter: the tokenizer would make other ids from its text."""
+    """The trainer's prompts.
+
+    The last prompt is encoded letter by letter: the tokenizer would make other ids from its text.
+    """
     *first, last = trainer._train_prompts
     tokenizer = trainer.processing_class
-    letters = [i for letter in "Which is it?" for i in tokenizer(letter, add_special_tokens=False)["input_ids"]]
+    letters = [
+        i for letter in "Which is it?" for i in tokenizer(letter, add_special_tokens=False)["input_ids"]
+    ]
     return (*first, replace(last, ids=whole_numbers((*letters, *last.ids.tolist())[: len(last.ids)])))
 
 
 def _alternating(prompts: list, **columns: Any) -> list[float]:
-    """A reward that differs within every group, so that every group has a gradient. A group scored alone gets the same."""
+    """A reward that differs within every group, so that every group has a gradient.
+
+    A group scored alone gets the same.
+    """
     before: Counter[str] = Counter()
     rewards = []
     for prompt in map(repr, prompts):

@@ -1,4 +1,6 @@
-"""`lockstep verify`: runs the proofs on the user's model, engine and settings; runs their self-test; explains receipts."""
+"""`lockstep verify`: runs the proofs on the user's model, engine and settings; runs their self-test; explains
+receipts.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,17 @@ if TYPE_CHECKING:
 class VerifyArguments(AdaptedRunArguments):
     """The arguments of `lockstep verify`."""
 
-    model: str | None = option(None, "Name, directory or hub id; as model_name_or_path.", group="verify", common=True)
+    model: str | None = option(
+        None, "Name, directory or hub id; as model_name_or_path.", group="verify", common=True
+    )
     engine: str | None = option(
         None, "vllm, transformers, or server. Default: as training would choose.", group="verify", common=True
     )
     dtype: str | None = option(
-        None, "float32 or bfloat16 on both sides. Default: as training would choose.", group="verify", common=True
+        None,
+        "float32 or bfloat16 on both sides. Default: as training would choose.",
+        group="verify",
+        common=True,
     )
     json: str | None = option(
         None, "File to write the table to, with every layer's figure.", group="verify", common=True
@@ -39,11 +46,15 @@ class VerifyArguments(AdaptedRunArguments):
     self_test: bool = option(
         False, "Inject the known faults and show which proof catches each.", group="verify", common=True
     )
-    receipt: str | None = option(None, "Re-check the chain of a receipt file, and stop.", group="verify", common=True)
+    receipt: str | None = option(
+        None, "Re-check the chain of a receipt file, and stop.", group="verify", common=True
+    )
     explain: str | None = option(
         None, "Read a run directory's receipt and say where its gap comes from.", group="verify", common=True
     )
-    plain_prompts: bool = option(False, "Verify with text instead of chat messages.", group="verify", common=True)
+    plain_prompts: bool = option(
+        False, "Verify with text instead of chat messages.", group="verify", common=True
+    )
 
 
 def run(words: list[str]) -> int:
@@ -103,13 +114,17 @@ def _check_asked(asked: VerifyArguments, values: dict[str, Any]) -> None:
         raise InputError(f"engine {asked.engine!r}: it must be vllm, transformers or server")
     for switch in ("use_peft", "use_liger_kernel", "vllm_enable_lora"):
         if values.get(switch):
-            raise InputError(f"{switch} is not verified yet: give --{switch} False to verify the model without")
+            raise InputError(
+                f"{switch} is not verified yet: give --{switch} False to verify the model without"
+            )
     if asked.json and not Path(asked.json).resolve().parent.is_dir():
         raise InputError(f"the folder of {asked.json} does not exist")
     check_model(name)
 
 
-def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapping[str, int | float]], Any]) -> int:
+def _verify(
+    arguments: VerifyArguments, config: Any, config_with: Callable[[Mapping[str, int | float]], Any]
+) -> int:
     from lockstep.extras.fp8.quantised_faults import QUANTISED_FAULTS
     from lockstep.extras.lora_alone.adapter_faults import ADAPTER_FAULTS
     from lockstep.extras.selftest.picture_faults import PICTURE_FAULTS
@@ -134,7 +149,9 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
     assert name is not None
     config.use_vllm = _use_vllm(arguments.engine, config)
     if arguments.self_test and config.vllm_mode == "server":
-        raise InputError("the self-test injects faults into an engine in this process; run it with --engine vllm")
+        raise InputError(
+            "the self-test injects faults into an engine in this process; run it with --engine vllm"
+        )
     if arguments.self_test and config.vllm_tensor_parallel_size > 1:
         raise InputError(
             "the self-test injects faults into a model in this process; leave vllm_tensor_parallel_size out"
@@ -158,7 +175,9 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
             # First, because its prompts are the longest, and the engine gets room for them.
             seeing = _picture_stage(arguments, config_with({}), stack)
             engine = None if seeing is None else seeing.engine
-            with open_stage(name, config, _prompts(arguments), plain=arguments.plain_prompts, engine=engine) as stage:
+            with open_stage(
+                name, config, _prompts(arguments), plain=arguments.plain_prompts, engine=engine
+            ) as stage:
                 settings = {"model": stage.trainer.model_path, "engine": stage.engine.settings()}
                 if arguments.self_test:
                     keep(run_self_test(stage, progress))
@@ -172,7 +191,11 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
                         other = config_with(changes)
                         other.use_vllm = config.use_vllm
                         return open_stage(
-                            name, other, _prompts(arguments), plain=arguments.plain_prompts, engine=stage.engine
+                            name,
+                            other,
+                            _prompts(arguments),
+                            plain=arguments.plain_prompts,
+                            engine=stage.engine,
                         )
 
                     for way in WAYS:
@@ -205,7 +228,8 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
 
 
 def _picture_stage(arguments: VerifyArguments, config: Any, stack: ExitStack) -> Stage | None:
-    """A stage whose prompts show pictures, open until the end of `stack`; None: the model reads none, or cannot be shown any.
+    """A stage whose prompts show pictures, open until the end of `stack`; None: the model reads none, or cannot be
+    shown any.
 
     Raises:
         ProofError: the handshake, the first push or the canary fails.
@@ -248,7 +272,8 @@ def adapter_stage(name: str, arguments: VerifyArguments, config: Any) -> Iterato
     config.use_vllm, config.vllm_enable_lora = True, True
     if torch.cuda.is_available() and config.engine_torch_dtype == torch.float32:
         complain(
-            "lockstep: adapters alone: the engine computes in bfloat16, because vLLM has them in half precision on a GPU"
+            "lockstep: adapters alone: the engine computes in bfloat16, because vLLM has them in half "
+            "precision on a GPU"
         )
         config.engine_dtype = "bfloat16"
     # With a new adapter's B of zeros, no fault would have an effect.
@@ -256,7 +281,9 @@ def adapter_stage(name: str, arguments: VerifyArguments, config: Any) -> Iterato
     with ExitStack() as opened:
         try:
             stage = opened.enter_context(
-                open_stage(name, config, _prompts(arguments), plain=arguments.plain_prompts, peft_config=adapter)
+                open_stage(
+                    name, config, _prompts(arguments), plain=arguments.plain_prompts, peft_config=adapter
+                )
             )
         except InputError as error:
             complain(f"lockstep: adapters are not verified: {error}")

@@ -66,7 +66,9 @@ def columns_of(part: torch.Tensor, runs: tuple[Run, ...]) -> torch.Tensor:
     return torch.cat([part[..., a:b, :] for a, b in runs], -2)
 
 
-def add_to_columns(total: torch.Tensor, runs: tuple[Run, ...], part: torch.Tensor, scale: float = 1.0) -> None:
+def add_to_columns(
+    total: torch.Tensor, runs: tuple[Run, ...], part: torch.Tensor, scale: float = 1.0
+) -> None:
     """Add `scale` times a (…, columns, width) tensor to the columns of some runs, of a (…, T, width) tensor."""
     start = 0
     for a, b in runs:
@@ -80,7 +82,8 @@ _MORE = 4
 _SCORES = 1 << 20
 # The most columns that are computed together, at least `_CHAIN`. Few rows with many columns are slow.
 _COLUMNS = 1024
-# The fewest rows of a piece, and the most of a piece of a chain: there a product also computes the pairs that rows do not see.
+# The fewest rows of a piece, and the most of a piece of a chain: there a product also computes the pairs that rows do
+# not see.
 _FEWEST, _CHAIN = 32, 128
 
 
@@ -196,9 +199,11 @@ def _halves(runs: tuple[Run, ...]) -> Iterator[tuple[Run, ...]]:
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-# On devices other than a CPU, blocks are larger: about this many blocks (each costs a kernel start), of at most this many rows.
+# On devices other than a CPU, blocks are larger: about this many blocks (each costs a kernel start), of at most this
+# many rows.
 _MOST_BLOCKS, _MOST_ROWS = 16, 1024
-# There masks are made once per pack with all of their columns, if they have at most this many numbers together (32 MiB in bf16).
+# There masks are made once per pack with all of their columns, if they have at most this many numbers together (32
+# MiB in bf16).
 _MOST_PAIRS = 1 << 24
 # A custom operation of PyTorch cannot take a `TreeAttention` as an argument. It takes its number.
 TREES: WeakValueDictionary[int, TreeAttention] = WeakValueDictionary()
@@ -210,9 +215,9 @@ class TreeAttention:
 
     Attributes:
         plan: the pieces.
-        masks: one mask per block; None for a chain. Its shape is (1, 1, rows, columns): first the columns that only some rows
-            see, then those of the block itself. It is added to the scores. On other devices it may begin with the columns that all
-            rows see.
+        masks: one mask per block; None for a chain. Its shape is (1, 1, rows, columns): first the columns that only
+            some rows see, then those of the block itself. It is added to the scores. On other devices it may begin
+            with the columns that all rows see.
         fast: whether a CPU's backward multiplies in bf16 (below).
         paths: the same attention by paths, which is computed in place of the pieces; None: the pieces are computed.
     """
@@ -241,9 +246,9 @@ class TreeAttention:
             ends: (T,) `ends` of the pack.
             device: the device that computes attention.
             dtype: dtype of the model. A CPU computes attention at least in float32.
-            half: the half precision in which the run multiplies; None: it multiplies in `dtype`. On a CPU, chains are then cut. (In
-                float32 the rounding of the parts would make gradients less exact by a half.) If the CPU multiplies fast in
-                bf16, the backward does so too.
+            half: the half precision in which the run multiplies; None: it multiplies in `dtype`. On a CPU, chains are
+                then cut. (In float32 the rounding of the parts would make gradients less exact by a half.) If the CPU
+                multiplies fast in bf16, the backward does so too.
             only_blocks: not by paths. Capped scores need it: all scores of a piece are in memory, and blocks are small.
         """
         known = ends.numpy()
@@ -253,7 +258,9 @@ class TreeAttention:
         if paths is not None:
             return cls(plan, (), paths=PathAttention.of(paths, len(known), device))
         multiplied = dtype if device.type == "cpu" else half or dtype
-        return cls._planned(plan, known, device, multiplied, fast=cut and half is torch.bfloat16 and has_fast_bf16())
+        return cls._planned(
+            plan, known, device, multiplied, fast=cut and half is torch.bfloat16 and has_fast_bf16()
+        )
 
     @classmethod
     def within(cls, window: int, size: int, device: torch.device, dtype: torch.dtype) -> TreeAttention:
@@ -283,7 +290,8 @@ class TreeAttention:
         """Compute attention.
 
         Args:
-            query, key, value: (B, heads, T, width). Keys and values may have fewer heads. Values may have another width.
+            query, key, value: (B, heads, T, width). Keys and values may have fewer heads. Values may have another
+                width.
             cap: bound of the scores (`paths.py`); None: they have none.
 
         Returns:
@@ -353,7 +361,12 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TreeAttention, scale: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tree: TreeAttention,
+        scale: float,
     ) -> torch.Tensor:
         kept = tuple(part.bfloat16() for part in (query, key, value)) if tree.fast else (query, key, value)
         out, total = attend_as_one(*(part.to(query.dtype) for part in kept), id(tree), scale)
@@ -367,10 +380,16 @@ class _Merged(torch.autograd.Function):
         query, key, value, out, total = ctx.saved_tensors
         tree: TreeAttention = ctx.tree
         if tree.fast:
-            return (*half_backward(of_out, query, key, value, out, total, tree.plan, tree.masks, ctx.scale), None, None)
+            return (
+                *half_backward(of_out, query, key, value, out, total, tree.plan, tree.masks, ctx.scale),
+                None,
+                None,
+            )
         of_query, of_key, of_value = (torch.zeros_like(part) for part in (query, key, value))
 
-        def add(start: int, stop: int, columns: tuple[Run, ...], chain: bool, mask: torch.Tensor | None) -> None:
+        def add(
+            start: int, stop: int, columns: tuple[Run, ...], chain: bool, mask: torch.Tensor | None
+        ) -> None:
             rows = slice(start, stop)
             k, v = columns_of(key, columns), columns_of(value, columns)
             of_q, of_k, of_v = _BACKWARD(
@@ -395,7 +414,9 @@ class _Merged(torch.autograd.Function):
 
 
 class Recomputed(torch.autograd.Function):
-    """Attention on other devices, and with capped scores: each block is computed by itself, and the backward computes it again."""
+    """Attention on other devices, and with capped scores: each block is computed by itself, and the backward computes
+    it again.
+    """
 
     @staticmethod
     def forward(
@@ -433,7 +454,9 @@ def _all_columns(block: Block) -> tuple[Run, ...]:
     return (*block.above, *block.columns)
 
 
-def _parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block) -> tuple[torch.Tensor, ...]:
+def _parts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block
+) -> tuple[torch.Tensor, ...]:
     columns = _all_columns(block)
     return query[:, :, block.start : block.stop], columns_of(key, columns), columns_of(value, columns)
 
@@ -460,7 +483,9 @@ def _added(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.
     return torch.nn.functional.pad(mask, (missing, 0)) if missing else mask
 
 
-def _masks(plan: AttentionPlan, ends: Ints, dtype: torch.dtype, *, whole: bool = False) -> list[torch.Tensor | None]:
+def _masks(
+    plan: AttentionPlan, ends: Ints, dtype: torch.dtype, *, whole: bool = False
+) -> list[torch.Tensor | None]:
     """The masks of `TreeAttention`; with the columns that all rows see, if they are to be `whole`."""
     masks: list[torch.Tensor | None] = []
     for block in plan.blocks:
@@ -474,6 +499,9 @@ def _masks(plan: AttentionPlan, ends: Ints, dtype: torch.dtype, *, whole: bool =
 
 
 def _aligned(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The mask on a device. Its rows begin at multiples of eight numbers; otherwise PyTorch would copy it in every layer."""
+    """The mask on a device.
+
+    Its rows begin at multiples of eight numbers; otherwise PyTorch would copy it in every layer.
+    """
     width = mask.shape[-1]
     return sent(torch.nn.functional.pad(mask, (0, -width % 8)), device)[..., :width]

@@ -35,11 +35,12 @@ from lockstep.learn.attention.tree import (
 FLEX = "lockstep_flex"
 # The name in the user's configuration.
 ASKED = "flex_attention"
-# Largest allowed distance from the same attention in float32, as a relative norm. Rounding to half precision causes a fifth of it
-# or less (float32 may be computed as TF32). Four keys of 333 that get no gradient cause more than the limit.
+# Largest allowed distance from the same attention in float32, as a relative norm. Rounding to half precision causes a
+# fifth of it or less (float32 may be computed as TF32). Four keys of 333 that get no gradient cause more than the
+# limit.
 LIMITS = {torch.float32: 3e-3, torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float64: 3e-3}
-# Sizes of trees; their rows do not fill the last block. Two sizes, because PyTorch compiles another kernel if sizes change. A third
-# one, because it may choose another kernel for fewer than 128 rows.
+# Sizes of trees; their rows do not fill the last block. Two sizes, because PyTorch compiles another kernel if sizes
+# change. A third one, because it may choose another kernel for fewer than 128 rows.
 _SIZES = (333, 700, 90)
 # Number of rows and of columns per block of the kernel.
 _BLOCK = 128
@@ -62,7 +63,8 @@ def adopt_flex_attention(model: PreTrainedModel, device: torch.device, dtype: to
     """
     if device.type == "cpu":
         raise InputError(
-            f"attn_implementation is {ASKED!r}, which PyTorch cannot train with on a CPU: leave it out (packs are attended to "
+            f"attn_implementation is {ASKED!r}, which PyTorch cannot train with on a CPU: leave it out (packs "
+            f"are attended to "
             "tree by tree then, docs/internals/training.md)"
         )
     config = model.config.get_text_config()
@@ -73,7 +75,8 @@ def adopt_flex_attention(model: PreTrainedModel, device: torch.device, dtype: to
 
 
 def block_mask(ends: torch.Tensor, device: torch.device) -> BlockMask:
-    """The tree in the form that FlexAttention needs: blocks to leave out, blocks to compute fully, and blocks with a mask.
+    """The tree in the form that FlexAttention needs: blocks to leave out, blocks to compute fully, and blocks with a
+    mask.
 
     Args:
         ends: (T,) `ends` of a pack, on the CPU.
@@ -88,11 +91,17 @@ def block_mask(ends: torch.Tensor, device: torch.device) -> BlockMask:
     whole = before & (padded.amin(1) >= first + _BLOCK)
     some = (before & (padded.amax(1) > first) & ~whole) | torch.eye(count, dtype=torch.bool)
 
-    def sees(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    def sees(
+        batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor
+    ) -> torch.Tensor:
         return (column <= row) & (row < there[column])
 
     return BlockMask.from_kv_blocks(
-        *_listed(some, device), *_listed(whole, device), BLOCK_SIZE=_BLOCK, mask_mod=sees, seq_lengths=(size, size)
+        *_listed(some, device),
+        *_listed(whole, device),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=sees,
+        seq_lengths=(size, size),
     )
 
 
@@ -123,13 +132,18 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: BlockMask, scale: float | None
 ) -> torch.Tensor:
     kind, parts = query.device.type, in_one_dtype(query, key, value)
-    # For fewer than 128 rows PyTorch would choose its kernel for decoding, which 2.11 cannot compile for sizes that change.
+    # For fewer than 128 rows PyTorch would choose its kernel for decoding, which 2.11 cannot compile for sizes that
+    # change.
     more: dict[str, Any] = {} if kind == "cpu" else {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}}
     with torch.autocast(kind, enabled=False):
-        return _kernel(kind)(*parts, block_mask=tree, scale=scale, enable_gqa=query.shape[1] != key.shape[1], **more)
+        return _kernel(kind)(
+            *parts, block_mask=tree, scale=scale, enable_gqa=query.shape[1] != key.shape[1], **more
+        )
 
 
-def prove_flex_attention(heads: tuple[int, int], width: int, device: torch.device, dtype: torch.dtype) -> None:
+def prove_flex_attention(
+    heads: tuple[int, int], width: int, device: torch.device, dtype: torch.dtype
+) -> None:
     """Compare FlexAttention's values and gradients over three trees with SDPA's in float32, with the same mask.
 
     Args:
@@ -146,7 +160,8 @@ def prove_flex_attention(heads: tuple[int, int], width: int, device: torch.devic
         if not all(distance <= limit for distance in found.values()):
             raise ProofError(
                 "attention",
-                f"FlexAttention is {', '.join(f'{found[name]:.1e} ({name})' for name in found)} from SDPA over a tree of {size} "
+                f"FlexAttention is {', '.join(f'{found[name]:.1e} ({name})' for name in found)} from SDPA "
+                f"over a tree of {size} "
                 f"tokens in {dtype}, and may be {limit:.1e}",
                 "PyTorch's kernel for this GPU is wrong, or computes in a dtype of its own",
                 "leave attn_implementation out; if PyTorch is the newest, report it there",
@@ -171,7 +186,9 @@ def _distances(
             f"attn_implementation is {ASKED!r}, which does not run on {device} in {dtype} with heads of {width}: "
             f"{str(error).strip()[:400]}; leave it out"
         ) from error
-    right = _with_gradients(partial(_sdpa, attn_mask=mask, enable_gqa=True), [p.float() for p in parts], of.float())
+    right = _with_gradients(
+        partial(_sdpa, attn_mask=mask, enable_gqa=True), [p.float() for p in parts], of.float()
+    )
     return {
         name: float((one.float() - other).norm() / other.norm())
         for name, one, other in zip(_COMPARED, found, right, strict=True)
@@ -208,8 +225,8 @@ def _compiled() -> _Attention:
 def never_plain(compiled: _Attention) -> _Attention:
     """A compiled function that raises an error where PyTorch would stop compiling it.
 
-    PyTorch compiles a function for eight kinds of input. For a ninth one it computes plain products without an error, and those
-    hold all T × T scores.
+    PyTorch compiles a function for eight kinds of input. For a ninth one it computes plain products without an error,
+    and those hold all T × T scores.
     """
 
     def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -218,7 +235,8 @@ def never_plain(compiled: _Attention) -> _Attention:
                 return compiled(*args, **kwargs)
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:
                 raise LockstepError(
-                    f"PyTorch has compiled FlexAttention for {MOST_VARIANTS} kinds of input in this process and compiles no more: "
+                    f"PyTorch has compiled FlexAttention for {MOST_VARIANTS} kinds of input in this process "
+                    f"and compiles no more: "
                     "leave attn_implementation out, or train fewer models in one process"
                 ) from error
 

@@ -34,7 +34,9 @@ _HALF = (torch.float16, torch.bfloat16)
 _WIDEST = 256
 
 
-def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
     """Compute attention in which the last row sees all columns, and each earlier row one less.
 
     Args:
@@ -52,17 +54,28 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     if rows == columns:
         return attend(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
     # GPU kernels have this option.
-    return attend(query, key, value, attn_mask=causal_lower_right(rows, columns), scale=scale, enable_gqa=shared)
+    return attend(
+        query, key, value, attn_mask=causal_lower_right(rows, columns), scale=scale, enable_gqa=shared
+    )
 
 
-def with_all_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def with_all_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values with as many heads as the queries."""
     groups = query.shape[1] // key.shape[1]
-    return (key, value) if groups == 1 else (key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+    return (
+        (key, value)
+        if groups == 1
+        else (key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+    )
 
 
 def _takes_fewer_key_heads(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a fast kernel takes fewer key heads than query heads. Where none does, PyTorch makes all scores: T × T numbers."""
+    """Whether a fast kernel takes fewer key heads than query heads.
+
+    Where none does, PyTorch makes all scores: T × T numbers.
+    """
     return query.dtype in _HALF and query.shape[-1] == value.shape[-1] <= _WIDEST
 
 
@@ -100,7 +113,8 @@ class CallOnDevice:
     def parts(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(B, heads, rows or columns, width) queries, keys and values of the paths, from those of the nodes, (T, heads × width).
+        """(B, heads, rows or columns, width) queries, keys and values of the paths, from those of the nodes, (T,
+        heads × width).
 
         Args:
             width: of a head of the queries and keys.
@@ -122,7 +136,8 @@ class PathAttention:
     """The attention pattern of a pack.
 
     Attributes:
-        order: for each node the place of its result among the used results of all calls; None: they are in the order of the nodes.
+        order: for each node the place of its result among the used results of all calls; None: they are in the order
+            of the nodes.
     """
 
     calls: tuple[CallOnDevice, ...]
@@ -151,11 +166,14 @@ class PathAttention:
         calls = tuple(_on_device(len(call.columns), there[7 * i : 7 * i + 7]) for i, call in enumerate(plan))
         return cls(calls, there[-1] if len(plan) > 1 else None)
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         """Compute attention.
 
         Args:
-            query, key, value: (1, heads, T, width). Keys and values may have fewer heads. Values may have another width.
+            query, key, value: (1, heads, T, width). Keys and values may have fewer heads. Values may have another
+                width.
 
         Returns:
             (1, heads, T, width of the values).
@@ -170,7 +188,12 @@ class PathAttention:
 class _OverPaths(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, paths: PathAttention, scale: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        paths: PathAttention,
+        scale: float,
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.paths, ctx.scale = paths, scale
@@ -237,7 +260,8 @@ def capped_attention(
     Args:
         query: (B, heads, Q, width).
         key, value: (B, heads, K, width). They may have fewer heads.
-        mask: (…, Q, K) bool, True where a row sees a column. None: the last row sees all columns, each earlier row one less.
+        mask: (…, Q, K) bool, True where a row sees a column. None: the last row sees all columns, each earlier row
+            one less.
         cap: the largest score, before the softmax.
 
     Returns:
@@ -249,5 +273,7 @@ def capped_attention(
     scores = torch.tanh(query @ key.transpose(-1, -2) * (scale / cap)) * cap
     if mask is None:
         mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
-    shares = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    shares = scores.masked_fill(~mask, -torch.inf).softmax(
+        -1, dtype=torch.promote_types(scores.dtype, torch.float32)
+    )
     return shares.to(value.dtype) @ value

@@ -84,7 +84,10 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Blocks that contain every row once, and the columns `above` them. Adjacent blocks with the same columns are joined."""
+    """Blocks that contain every row once, and the columns `above` them.
+
+    Adjacent blocks with the same columns are joined.
+    """
 
     blocks: tuple[Block, ...]
     shared: tuple[Shared, ...]
@@ -95,8 +98,8 @@ def plan_attention(ends: Ints, rows: int = ROWS, chain_rows: int | None = None) 
 
     Args:
         rows: largest number of rows of a block with several chains.
-        chain_rows: a chain of more rows is several blocks, at most sixteen. Each of them sees the blocks before it as columns that
-            need no mask. None: a chain is one block.
+        chain_rows: a chain of more rows is several blocks, at most sixteen. Each of them sees the blocks before it as
+            columns that need no mask. None: a chain is one block.
     """
     plan = _joined(_blocks(ends, rows))
     return plan if chain_rows is None else _with_short_chains(plan, chain_rows)
@@ -188,7 +191,10 @@ def _blocks(ends: Ints, rows: int) -> Iterator[Block]:
 
 
 def chains_of(ends: Ints) -> Iterator[tuple[int, int, tuple[Run, ...]]]:
-    """Start and stop of each chain, and the ancestors of its first node. A chain is as long as possible: it ends in a leaf."""
+    """Start and stop of each chain, and the ancestors of its first node.
+
+    A chain is as long as possible: it ends in a leaf.
+    """
     size = len(ends)
     # A node after a leaf begins a chain: its parent is not the node before it.
     starts = [0, *(np.flatnonzero(ends[:-1] == np.arange(1, size)) + 1).tolist()] if size else []
@@ -213,15 +219,16 @@ def _split(ends: Ints, path: tuple[Run, ...], stop: int) -> tuple[tuple[Run, ...
     return (), path
 
 
-# Microseconds of one layer, forward and backward. The start of a kernel, and with 1,536 wide queries, 256 wide keys, 3 TB/s and
-# 300 TFLOP/s: a row (17 times 1,536 bf16 numbers are moved), a column (11 times 512 of them), a pair (18 × 1,536 operations).
+# Microseconds of one layer, forward and backward. The start of a kernel, and with 1,536 wide queries, 256 wide keys,
+# 3 TB/s and 300 TFLOP/s: a row (17 times 1,536 bf16 numbers are moved), a column (11 times 512 of them), a pair (18 ×
+# 1,536 operations).
 LAUNCH, ROW, COLUMN, PAIR = 5.0, 0.017, 0.004, 0.0001
 # Kernels of one call, and of a block without a mask and with one (counted, `tests/pretend_cuda/launches.py`).
 OF_CALL, OF_BLOCK, OF_MASKED = 14, 12, 18
 # A kernel with a mask computes a pair in about this many times the time.
 _MASKED_PAIR = 3.0
-# The columns of one call: at most this many times the pack's positions. A small pack has the room of the usual one, whose positions
-# are the second number.
+# The columns of one call: at most this many times the pack's positions. A small pack has the room of the usual one,
+# whose positions are the second number.
 MOST_COLUMNS, USUAL_PACK = 4, 4096
 # The most places where paths are parted into calls. It bounds the work of the plan.
 _MOST_CUT_PATHS = 64
@@ -249,7 +256,10 @@ class PathCall:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """A chain of a plan by pieces, and the path that ends in it: `nodes` in all, the first `ancestors` above the chain."""
+    """A chain of a plan by pieces, and the path that ends in it:
+
+    `nodes` in all, the first `ancestors` above the chain.
+    """
 
     path: tuple[Run, ...]
     ancestors: int
@@ -279,7 +289,12 @@ def microseconds_of(plan: AttentionPlan | Sequence[PathCall]) -> float:
     for block in plan.blocks:
         rows, above, own = block.stop - block.start, size_of(block.above), size_of(block.columns)
         pairs = rows * (above + own / 2) if block.chain else _MASKED_PAIR * rows * (above + own)
-        total += LAUNCH * (OF_BLOCK if block.chain else OF_MASKED) + ROW * rows + COLUMN * (above + own) + PAIR * pairs
+        total += (
+            LAUNCH * (OF_BLOCK if block.chain else OF_MASKED)
+            + ROW * rows
+            + COLUMN * (above + own)
+            + PAIR * pairs
+        )
     return total
 
 

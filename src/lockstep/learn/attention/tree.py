@@ -35,8 +35,8 @@ def is_flash(asked: Any) -> TypeGuard[str]:
 def adopt_tree_attention(model: PreTrainedModel) -> None:
     """Let a model with 'sdpa' attention also accept a `tree`. Without a tree it attends as before.
 
-    FlashAttention becomes 'sdpa' first, which computes the same. Some models (Falcon, StableLM) cannot get another attention
-    in transformers. They stay as they are, and learn from plain rows.
+    FlashAttention becomes 'sdpa' first, which computes the same. Some models (Falcon, StableLM) cannot get another
+    attention in transformers. They stay as they are, and learn from plain rows.
     """
     if is_flash(model.config._attn_implementation):
         model.set_attn_implementation("sdpa")
@@ -117,7 +117,9 @@ def attend_without_tree(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     check_nothing_added(module, attention_mask, kwargs)
     kind = query.device.type
-    dtype = torch.promote_types(value.dtype, query.dtype) if kind == "cpu" else autocast_dtype(kind, value.dtype)
+    dtype = (
+        torch.promote_types(value.dtype, query.dtype) if kind == "cpu" else autocast_dtype(kind, value.dtype)
+    )
     return _attend(_window(window, query.shape[2], query.device, dtype), query, key, value, scale, cap), None
 
 
@@ -147,8 +149,8 @@ def _attend(
 def in_one_dtype(*parts: torch.Tensor) -> list[torch.Tensor]:
     """Queries, keys and values in autocast's dtype, or in the dtype of the values if autocast is off.
 
-    Under autocast, rotated queries and keys have a wider dtype than the values. Autocast is off in a backward that recomputes
-    them.
+    Under autocast, rotated queries and keys have a wider dtype than the values. Autocast is off in a backward that
+    recomputes them.
     """
     kind = parts[0].device.type
     dtype = autocast_dtype(kind, parts[-1].dtype)
@@ -177,9 +179,12 @@ def window_or_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """A mask function of transformers. It returns the mask of 'sdpa', except for whole, unpadded rows with a shorter window.
+    """A mask function of transformers.
 
-    For these it returns a (1, 1, 0, window) bool tensor. A layer that used that tensor as a mask would fail, as with `no_mask`.
+    It returns the mask of 'sdpa', except for whole, unpadded rows with a shorter window.
+
+    For these it returns a (1, 1, 0, window) bool tensor. A layer that used that tensor as a mask would fail, as with
+    `no_mask`.
     """
     whole = q_length == kv_length and not kwargs.get("q_offset") and not kwargs.get("kv_offset")
     alone = whole and allow_is_causal_skip and attention_mask is None
@@ -203,7 +208,9 @@ def _is_window(mask_function: Callable[..., Any], size: int) -> bool:
     return bool(mask_function(nothing, nothing, row, column))
 
 
-def check_nothing_added(module: torch.nn.Module, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+def check_nothing_added(
+    module: torch.nn.Module, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> None:
     """Check that a layer attends by the pack's tree and by nothing else.
 
     Raises:

@@ -19,7 +19,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from lockstep.algorithms.advantages import ScaleRewards, group_advantages, normalised_reward_advantages, varies
+from lockstep.algorithms.advantages import (
+    ScaleRewards,
+    group_advantages,
+    normalised_reward_advantages,
+    varies,
+)
 from lockstep.algorithms.corrections import high_entropy_mask, k3, off_policy_mask
 from lockstep.algorithms.losses import (
     ImportanceLevel,
@@ -91,7 +96,9 @@ class GRPOConfig(GroupConfig):
     use_bias_correction_kl: bool = option(
         True, "Weight the KL term by the importance ratio, which makes its gradient unbiased.", group="method"
     )
-    scale_rewards: str = option("group", "`group`, `batch`, `advantages` (ScaleRL's) or `none`.", group="method")
+    scale_rewards: str = option(
+        "group", "`group`, `batch`, `advantages` (ScaleRL's) or `none`.", group="method"
+    )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
         "sum_then_normalize", "Sum the rewards, or normalise each by itself first (GDPO).", group="method"
     )
@@ -113,12 +120,16 @@ class GRPOConfig(GroupConfig):
     )
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", group="method")
     use_adaptive_entropy: bool = option(
-        False, "Raise entropy_coef while entropy is at or below entropy_target, else lower it.", group="method"
+        False,
+        "Raise entropy_coef while entropy is at or below entropy_target, else lower it.",
+        group="method",
     )
     entropy_coef_min: float = option(0.0, "Smallest coefficient of the adaptive bonus.", group="method")
     entropy_coef_max: float = option(1.0, "Largest coefficient of the adaptive bonus.", group="method")
     entropy_coef_delta: float = option(0.005, "Change of the adaptive coefficient per step.", group="method")
-    entropy_target: float = option(0.2, "Target entropy of the adaptive bonus, in nats per token.", group="method")
+    entropy_target: float = option(
+        0.2, "Target entropy of the adaptive bonus, in nats per token.", group="method"
+    )
     off_policy_mask_threshold: float | None = option(
         None,
         "Drop completions with a negative advantage whose mean log-prob has fallen by more than this.",
@@ -141,7 +152,8 @@ class GRPOConfig(GroupConfig):
                 raise InputError(f"{name}={getattr(self, name)!r}; it must be one of {', '.join(values)}")
         if self.filter_zero_variance and self.multi_objective_aggregation == "normalize_then_sum":
             raise InputError(
-                "filter_zero_variance compares a group's summed rewards; multi_objective_aggregation='normalize_then_sum' sums none"
+                "filter_zero_variance compares a group's summed rewards; "
+                "multi_objective_aggregation='normalize_then_sum' sums none"
             )
         if self.entropy_coef_min > self.entropy_coef_max:
             raise InputError(
@@ -155,7 +167,10 @@ class GRPOConfig(GroupConfig):
         level, loss = self.importance_sampling_level, self.loss_type
         said = None
         if level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
-            said = f"loss_type={loss} sums tokens, which weights each sequence by its completion length; GSPO is loss_type=grpo"
+            said = (
+                f"loss_type={loss} sums tokens, which weights each sequence by its completion length; "
+                f"GSPO is loss_type=grpo"
+            )
         elif level != "sequence" and loss == "luspo":
             said = "LUSPO's paper has ratios per completion: importance_sampling_level=sequence"
         elif level != "token" and loss == "vespo":
@@ -171,8 +186,9 @@ _NAME = "_bonus"
 class EntropyBonus:
     """Coefficient × mean entropy over the tokens of an optimizer step that the policy learns from.
 
-    After each step, an adaptive coefficient rises if the step's mean entropy is at or below the target, and falls otherwise,
-    within its bounds. It is applied only if the last step's entropy was at or below the target (TRL 1.16's controller).
+    After each step, an adaptive coefficient rises if the step's mean entropy is at or below the target, and falls
+    otherwise, within its bounds. It is applied only if the last step's entropy was at or below the target (TRL 1.16's
+    controller).
 
     Attributes:
         coefficient: the weight, as the last step has left it.
@@ -188,7 +204,9 @@ class EntropyBonus:
     def begin_step(self, sequences: Sequence[TrainingSequence]) -> None:
         """Count the step's tokens, over all ranks, that the policy learns from."""
         self._tokens = sum(
-            int(np.count_nonzero(s.kept)) if s.kept is not None else s.length for s in sequences if s.weight != 0.0
+            int(np.count_nonzero(s.kept)) if s.kept is not None else s.length
+            for s in sequences
+            if s.weight != 0.0
         )
 
     def share(self, entropies: torch.Tensor, kept: torch.Tensor, tally: Tally) -> torch.Tensor:
@@ -255,7 +273,8 @@ class GRPOObjective(Objective[GRPOConfig]):
         else:
             # The rewards of a filtered group are left out of the batch's standard deviation.
             rewards = [
-                torch.tensor(group.rewards, dtype=torch.float32) * (torch.nan if self.filtered(group) else 1.0)
+                torch.tensor(group.rewards, dtype=torch.float32)
+                * (torch.nan if self.filtered(group) else 1.0)
                 for group in groups
             ]
             advantages = group_advantages(rewards, config.scale_rewards)  # type: ignore[arg-type]
@@ -273,7 +292,9 @@ class GRPOObjective(Objective[GRPOConfig]):
         more = self.uses_reference or self.entropy_gradient
         return sequence.weight != 0.0 if more else super().has_gradient(sequence)
 
-    def prepare_step(self, sequences: Sequence[TrainingSequence], entropies: Entropies) -> list[TrainingSequence]:
+    def prepare_step(
+        self, sequences: Sequence[TrainingSequence], entropies: Entropies
+    ) -> list[TrainingSequence]:
         share, found = self.config.top_entropy_quantile, list(sequences)
         learned = [s for s in sequences if s.weight != 0.0]
         if share < 1.0 and learned:
@@ -283,21 +304,25 @@ class GRPOObjective(Objective[GRPOConfig]):
             parts = cut(flags(high_entropy_mask(flat, share).numpy()), [s.length for s in learned])
             masks = {s.name: part for s, part in zip(learned, parts, strict=True)}
             found = [
-                s.but(kept=masks[s.name] if s.name in masks else flags(np.zeros(s.length, np.bool_))) for s in sequences
+                s.but(kept=masks[s.name] if s.name in masks else flags(np.zeros(s.length, np.bool_)))
+                for s in sequences
             ]
         self._bonus.begin_step(found)
         return found
 
     def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
         config = self.config
-        ratios = importance_ratios(batch.logps, batch.old_logps, batch.segments, config.importance_sampling_level)
+        ratios = importance_ratios(
+            batch.logps, batch.old_logps, batch.segments, config.importance_sampling_level
+        )
         correction, kept = self.correction(batch), batch.kept()
         token = self._policy_loss(batch, ratios, correction, tally)
         if config.loss_type in _CLIPPED:
             note_clipping(batch, token, tally, by_sequence=config.importance_sampling_level == "sequence")
         loss = token.loss * kept
         if config.off_policy_mask_threshold is not None:
-            # This includes both the numerical difference between engine and trainer and the change of the policy since sampling.
+            # This includes both the numerical difference between engine and trainer and the change of the policy
+            # since sampling.
             loss = loss * off_policy_mask(
                 batch.logps,
                 batch.behaviour_logps,
@@ -324,7 +349,9 @@ class GRPOObjective(Objective[GRPOConfig]):
     ) -> TokenLoss:
         config = self.config
         if config.loss_type in _CLIPPED:
-            return clipped_policy_loss(ratios, batch.advantages, config.epsilon, config.clip_high, config.delta)
+            return clipped_policy_loss(
+                ratios, batch.advantages, config.epsilon, config.clip_high, config.delta
+            )
         if config.loss_type == "cispo":
             token = cispo_loss(ratios, batch.logps, batch.advantages, config.clip_high)
             clipped = token.high_clipped.float()
@@ -332,7 +359,9 @@ class GRPOObjective(Objective[GRPOConfig]):
             tally.mean("cispo_clip_ratio", batch.segments.means(clipped) if of_completions else clipped)
             return token
         if config.loss_type == "sapo":
-            return sapo_loss(ratios, batch.advantages, config.sapo_temperature_pos, config.sapo_temperature_neg)
+            return sapo_loss(
+                ratios, batch.advantages, config.sapo_temperature_pos, config.sapo_temperature_neg
+            )
         token, phi = vespo_loss(
             batch.logps,
             batch.old_logps,

@@ -100,7 +100,8 @@ class TokenBatch:
 
 
 class Tally:
-    """Figures of an optimizer step, collected in parts over packs and ranks: named means (as sum and count), minima and maxima.
+    """Figures of an optimizer step, collected in parts over packs and ranks: named means (as sum and count), minima
+    and maxima.
 
     Values on another device are read together, when the first figure is asked for.
     """
@@ -112,7 +113,8 @@ class Tally:
         self._later: list[tuple[torch.Tensor, Use]] = []
 
     def later(self, values: torch.Tensor, use: Use) -> None:
-        """Call a function with float64 values on the host: now, or for values on another device before a figure is read.
+        """Call a function with float64 values on the host: now, or for values on another device before a figure is
+        read.
 
         Args:
             values: any shape.
@@ -139,7 +141,9 @@ class Tally:
         """
         if isinstance(values, torch.Tensor):
             size = values.numel()
-            self.later(values.double().sum(), lambda total: self.mean(name, float(total), size, weight=weight))
+            self.later(
+                values.double().sum(), lambda total: self.mean(name, float(total), size, weight=weight)
+            )
             return
         held = self._sums.setdefault(name, [0.0, 0.0])
         held[0] += weight * values
@@ -166,10 +170,17 @@ class Tally:
         return self._sums.get(name, [0.0, 0.0])[1]
 
     def figures(self) -> dict[str, float]:
-        """Every mean and extreme to log, by name. Means of nothing are left out, and so are names that begin with `_`."""
+        """Every mean and extreme to log, by name.
+
+        Means of nothing are left out, and so are names that begin with `_`.
+        """
         self._settle()
         means = {name: total / count for name, (total, count) in self._sums.items() if count}
-        return {name: value for name, value in (means | self._lows | self._highs).items() if not name.startswith("_")}
+        return {
+            name: value
+            for name, value in (means | self._lows | self._highs).items()
+            if not name.startswith("_")
+        }
 
     def add(self, data: dict[str, Any]) -> None:
         """Add the content of another tally, as its `data` returns it."""
@@ -193,8 +204,8 @@ class Objective(ABC, Generic[Config]):
         entropy_gradient: whether the loss has a gradient through the entropies.
         config: the run's configuration.
         epoch: number of completed passes over the training data.
-        router_coefficient: weight of the auxiliary loss of a mixture of experts, which the step adds to the method's loss; 0:
-            there is none.
+        router_coefficient: weight of the auxiliary loss of a mixture of experts, which the step adds to the method's
+            loss; 0: there is none.
         definition: name of the definition that proves advantages and weights; None: there is none.
     """
 
@@ -218,7 +229,9 @@ class Objective(ABC, Generic[Config]):
 
     @property
     def scores_first(self) -> bool:
-        """Whether the policy must score rollouts before they are split into steps, because advantages or masks need the scores."""
+        """Whether the policy must score rollouts before they are split into steps, because advantages or masks need
+        the scores.
+        """
         return self.kl_in_reward
 
     @abstractmethod
@@ -229,8 +242,9 @@ class Objective(ABC, Generic[Config]):
 
         Args:
             groups: the groups of the whole generation, over all ranks.
-            sequences: one per rollout, in the order of groups and samples. The sequence of a rollout with several branches has the
-                sampled tokens of all branches, and that of a rollout in which nothing was sampled has no tokens.
+            sequences: one per rollout, in the order of groups and samples. The sequence of a rollout with several
+                branches has the sampled tokens of all branches, and that of a rollout in which nothing was sampled
+                has no tokens.
         """
 
     @abstractmethod
@@ -254,10 +268,14 @@ class Objective(ABC, Generic[Config]):
 
         The auxiliary loss of routers has a gradient at every position of a sequence for which this is true.
         """
-        return sequence.weight != 0.0 and (self.router_coefficient != 0.0 or bool(np.any(sequence.advantages)))
+        return sequence.weight != 0.0 and (
+            self.router_coefficient != 0.0 or bool(np.any(sequence.advantages))
+        )
 
     def is_masked(self, rollout: Rollout) -> bool:
-        """Whether a rollout is left out of the loss: it failed, or the length limit cut it and the config masks such rollouts."""
+        """Whether a rollout is left out of the loss: it failed, or the length limit cut it and the config masks such
+        rollouts.
+        """
         masks = getattr(self.config, "mask_truncated_completions", False)
         return rollout.failed is not None or (masks and rollout.finish_reason == "length")
 
@@ -265,7 +283,9 @@ class Objective(ABC, Generic[Config]):
         """Whether a group is left out of every step, including the number of completions."""
         return False
 
-    def prepare_step(self, sequences: Sequence[TrainingSequence], entropies: Entropies) -> list[TrainingSequence]:
+    def prepare_step(
+        self, sequences: Sequence[TrainingSequence], entropies: Entropies
+    ) -> list[TrainingSequence]:
         """Sequences of one optimizer step, over all ranks, just before its first forward.
 
         Args:
@@ -285,7 +305,9 @@ class Objective(ABC, Generic[Config]):
         """Continue from a checkpoint's state."""
 
     def correction(self, batch: TokenBatch) -> torch.Tensor | None:
-        """(N,) importance weights for the difference between engine and trainer, after the gap has passed; None if off."""
+        """(N,) importance weights for the difference between engine and trainer, after the gap has passed; None if
+        off.
+        """
         config = self.config
         if not config.vllm_importance_sampling_correction:
             return None
@@ -310,7 +332,10 @@ def scores_by_function(
     nan = float("nan")
     scores = [
         torch.tensor(
-            [[nan if (score := r.scores[n]) is None else float(score) for n in names] for r in group.rollouts],
+            [
+                [nan if (score := r.scores[n]) is None else float(score) for n in names]
+                for r in group.rollouts
+            ],
             dtype=torch.float64,
         )
         for group in groups
@@ -321,9 +346,13 @@ def scores_by_function(
 
 
 def clipped_tokens(objective: Objective[Any], batch: TokenBatch, tally: Tally) -> torch.Tensor:
-    """(N,) PPO's clipped loss with one ratio per token and the importance correction, for methods with advantages per token."""
+    """(N,) PPO's clipped loss with one ratio per token and the importance correction, for methods with advantages per
+    token.
+    """
     ratios = importance_ratios(batch.logps, batch.old_logps, batch.segments, "token")
-    token = clipped_policy_loss(ratios, batch.advantages, objective.config.epsilon, objective.config.clip_high)
+    token = clipped_policy_loss(
+        ratios, batch.advantages, objective.config.epsilon, objective.config.clip_high
+    )
     note_clipping(batch, token, tally)
     correction = objective.correction(batch)
     return token.loss if correction is None else token.loss * correction
@@ -349,7 +378,11 @@ def note_clipping(batch: TokenBatch, token: TokenLoss, tally: Tally, *, by_seque
     def note(counts: np.ndarray[Any, np.dtype[np.float64]]) -> None:
         low, high = means = counts / np.maximum(lengths, 1)
         sums, count = (means.sum(1), len(lengths)) if by_sequence else (counts.sum(1), int(lengths.sum()))
-        for name, total in (("low_mean", sums[0]), ("high_mean", sums[1]), ("region_mean", sums[0] + sums[1])):
+        for name, total in (
+            ("low_mean", sums[0]),
+            ("high_mean", sums[1]),
+            ("region_mean", sums[0] + sums[1]),
+        ):
             tally.mean(f"clip_ratio/{name}", float(total), count)
         tally.low("clip_ratio/low_min", float(low.min()))
         tally.high("clip_ratio/high_max", float(high.max()))

@@ -38,9 +38,13 @@ class OnlineDPOConfig(OnlineConfig):
     reward_model_path: str | None = option(
         None, "Reward model, if no reward_funcs are given.", group="reward", common=True
     )
-    max_new_tokens: int = option(64, "Largest number of tokens of a completion.", group="sampling", common=True)
+    max_new_tokens: int = option(
+        64, "Largest number of tokens of a completion.", group="sampling", common=True
+    )
     max_length: int = option(
-        512, "Largest number of tokens of prompt and completion; longer prompts are refused.", group="sampling"
+        512,
+        "Largest number of tokens of prompt and completion; longer prompts are refused.",
+        group="sampling",
     )
     missing_eos_penalty: float | None = option(
         None, "Subtracted from the reward of a completion that was cut at the length limit.", group="reward"
@@ -94,7 +98,10 @@ class OnlineDPOConfig(OnlineConfig):
 
 
 class OnlineDPOObjective(Objective[OnlineDPOConfig]):
-    """A preference within each group of two. The advantage of a sequence is 1 if chosen, −1 if rejected, 0 if neither."""
+    """A preference within each group of two.
+
+    The advantage of a sequence is 1 if chosen, −1 if rejected, 0 if neither.
+    """
 
     definition = "online_dpo"
 
@@ -131,7 +138,9 @@ class OnlineDPOObjective(Objective[OnlineDPOConfig]):
             "val/contain_eos_token": sum(stopped) / len(stopped),
             "pairs/undecided": float((~decided).float().mean()),
         }
-        return [s.but(unit=by_name[s.name][0], advantages=filled(by_name[s.name][1], s.length)) for s in sequences]
+        return [
+            s.but(unit=by_name[s.name][0], advantages=filled(by_name[s.name][1], s.length)) for s in sequences
+        ]
 
     def _reward(self, rollout: Any) -> float:
         penalty = self.config.missing_eos_penalty
@@ -148,11 +157,17 @@ class OnlineDPOObjective(Objective[OnlineDPOConfig]):
     def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
         beta = self.config.beta_of(self.epoch)
         ref_logps = batch.pack.column("ref_logps")
-        # A margin of a few nats is a difference of sums of thousands. In float32 it would be rounded by more than a proof allows.
+        # A margin of a few nats is a difference of sums of thousands. In float32 it would be rounded by more than a
+        # proof allows.
         policy, reference = batch.segments.sums(batch.logps.double()), batch.segments.sums(ref_logps.double())
         chosen, rejected = _pairs(batch.rollouts)
         losses = preference_loss(
-            policy[chosen], policy[rejected], reference[chosen], reference[rejected], beta, self.config.loss_type
+            policy[chosen],
+            policy[rejected],
+            reference[chosen],
+            reference[rejected],
+            beta,
+            self.config.loss_type,
         )
         with torch.no_grad():
             gains = beta * (policy - reference)

@@ -38,7 +38,9 @@ class PPOConfig(GroupConfig):
     num_generations: int = option(1, "Completions per prompt.")
     beta: float = option(0.05, "Weight of the KL to the reference model in the reward.")
     gamma: float = option(1.0, "Discount per token.", group="method", bounds=Bounds(0, 1))
-    lam: float = option(0.95, "Decay of the generalised advantage estimator.", group="method", bounds=Bounds(0, 1))
+    lam: float = option(
+        0.95, "Decay of the generalised advantage estimator.", group="method", bounds=Bounds(0, 1)
+    )
     vf_coef: float = option(0.1, "Weight of the value loss.", group="method", bounds=Bounds(0))
     cliprange_value: float = option(
         0.2, "How far a value may move from its estimate at sampling time.", group="method", bounds=Bounds(0)
@@ -88,7 +90,9 @@ class PPOObjective(Objective[PPOConfig]):
         advantages = torch.where(learned, whiten(advantages, learned), 0.0)
         found = (reals(advantages.numpy()), reals(returns.numpy()), flags(learned.numpy()))
         columns = zip(*(cut(x, lengths.numpy()) for x in found), strict=True)
-        return [s.but(advantages=a, returns=r, kept=k) for s, (a, r, k) in zip(sequences, columns, strict=True)]
+        return [
+            s.but(advantages=a, returns=r, kept=k) for s, (a, r, k) in zip(sequences, columns, strict=True)
+        ]
 
     def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         return token_weights(lengths, "dapo", self.config.max_completion_length)

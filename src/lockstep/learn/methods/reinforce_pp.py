@@ -1,5 +1,5 @@
-"""REINFORCE++ (arXiv 2501.03262): no critic and no groups, one normalisation for the whole generation; optionally a group
-baseline.
+"""REINFORCE++ (arXiv 2501.03262): no critic and no groups, one normalisation for the whole generation; optionally a
+group baseline.
 
 Without a baseline, a token's advantage is the sum of the rewards that follow it: the completion's reward at its end,
 minus the KL to the reference model at every token. With `baseline="group"` the group's mean is first subtracted from
@@ -40,7 +40,9 @@ class ReinforcePPConfig(GroupConfig):
 
     num_generations: int = option(1, "Completions per prompt; at least 2 with baseline=group.")
     beta: float = option(0.01, "Weight of the KL to the reference model.")
-    gamma: float = option(1.0, "Discount of a reward, per token before it.", group="method", bounds=Bounds(0, 1))
+    gamma: float = option(
+        1.0, "Discount of a reward, per token before it.", group="method", bounds=Bounds(0, 1)
+    )
     baseline: Literal["none", "group"] = option(
         "none", "Baseline that is subtracted from a reward first.", group="method"
     )

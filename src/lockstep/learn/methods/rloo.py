@@ -68,7 +68,9 @@ class RLOOObjective(Objective[RLOOConfig]):
         if self.uses_reference:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             # A masked completion has no penalty, as in TRL.
-            paid = [0.0 if self.is_masked(r) else _divergence(s) for r, s in zip(rollouts, sequences, strict=True)]
+            paid = [
+                0.0 if self.is_masked(r) else _divergence(s) for r, s in zip(rollouts, sequences, strict=True)
+            ]
             penalties = torch.tensor(paid, dtype=torch.float64).split([len(group) for group in rewards])
             rewards = [group - config.beta * kl for group, kl in zip(rewards, penalties, strict=True)]
         advantages = leave_one_out_advantages(rewards)
@@ -90,7 +92,9 @@ class RLOOObjective(Objective[RLOOConfig]):
             drift = drift.detach() + correction * (batch.logps - batch.logps.detach())
         ratios = torch.exp(segments.sums(drift))
         token = clipped_policy_loss(ratios, batch.sequence_advantages, config.epsilon, config.clip_high)
-        spread = TokenLoss(*(segments.spread(x.float()) for x in (token.loss, token.low_clipped, token.high_clipped)))
+        spread = TokenLoss(
+            *(segments.spread(x.float()) for x in (token.loss, token.low_clipped, token.high_clipped))
+        )
         note_clipping(batch, spread, tally, by_sequence=True)
         if self.uses_reference:
             tally.mean("kl", k1(batch.old_logps, batch.pack.column("ref_logps")))

@@ -72,7 +72,9 @@ def line_chart(series: Sequence[Series], limits: Sequence[Limit] = (), *, log: b
     for limit in limits:
         y = axis.place(limit.value)
         if len(limit.points) > 1:
-            places = [(across(min(max(x, first), last)), axis.place(y)) for x, y in _thinned(list(limit.points))]
+            places = [
+                (across(min(max(x, first), last)), axis.place(y)) for x, y in _thinned(list(limit.points))
+            ]
             parts.append(html("<polyline class='limit' fill='none' points='{}'/>", _path(places)))
         else:
             parts.append(html(_LINE, "limit", _LEFT, _WIDTH - _RIGHT, y, y))
@@ -90,7 +92,10 @@ def line_chart(series: Sequence[Series], limits: Sequence[Limit] = (), *, log: b
 
 
 def histogram(groups: Mapping[str, Sequence[float]], bins: int = 20) -> Html:
-    """How often values occur, as shares of each group; one bar per group and bin, side by side. Empty without values."""
+    """How often values occur, as shares of each group; one bar per group and bin, side by side.
+
+    Empty without values.
+    """
     named = {name: [v for v in values if math.isfinite(v)] for name, values in groups.items()}
     named = {name: values for name, values in named.items() if values}
     values = [v for own in named.values() for v in own]
@@ -126,7 +131,9 @@ def histogram(groups: Mapping[str, Sequence[float]], bins: int = 20) -> Html:
             if share:
                 x, y = _LEFT + i * room + room * 0.1 + n * bar, axis.place(share)
                 title = html("<title>{}</title>", f"{name}: {share:.1f} % at {labels[i]}")
-                parts.append(html(_BAR, f"d{n % COLORS}", x, y, max(bar - 0.5, 0.5), axis.place(0) - y, title))
+                parts.append(
+                    html(_BAR, f"d{n % COLORS}", x, y, max(bar - 0.5, 0.5), axis.place(0) - y, title)
+                )
     return _svg(parts, [(f"k{n % COLORS}", name) for n, name in enumerate(shares)] if len(shares) > 1 else [])
 
 
@@ -342,12 +349,15 @@ def charts_of(run: RunRecord) -> Html:
             "Evidence against the draws",
             "power of ten; every token was drawn from what was reported",
             line_chart(
-                [Series("evidence", _points(steps, "parity/draws_log10_evidence"))], [Limit("limit", DRAWS_LIMIT)]
+                [Series("evidence", _points(steps, "parity/draws_log10_evidence"))],
+                [Limit("limit", DRAWS_LIMIT)],
             )
             if any("parity/draws_log10_evidence" in line for line in steps)
             else NOTHING,
         ),
-        _figure("Tokens per second", "sampled tokens, whole steps", line_chart([Series("speed", speeds(steps))])),
+        _figure(
+            "Tokens per second", "sampled tokens, whole steps", line_chart([Series("speed", speeds(steps))])
+        ),
         _figure("Where the time goes", "seconds per log", _times(steps)),
     ]
     return html("<div class='charts'>{}</div>", together(drawn)) if any(drawn) else NOTHING
@@ -360,10 +370,15 @@ def charts_of_several(runs: Mapping[str, RunRecord]) -> Html:
         return [Series(name, _points(run.steps, key)) for name, run in runs.items()]
 
     chosen = [("Reward", "of training rollouts", "reward", False)]
-    for name, title in (("parity/max_abs_gap", "Largest parity gap"), ("parity/mean_abs_gap", "Mean parity gap")):
+    for name, title in (
+        ("parity/max_abs_gap", "Largest parity gap"),
+        ("parity/mean_abs_gap", "Mean parity gap"),
+    ):
         chosen.append((title, "nats", name, True))
     for chart in CHARTS:
-        key = next((k for k in chart.keys if any(k in line for run in runs.values() for line in run.steps)), None)
+        key = next(
+            (k for k in chart.keys if any(k in line for run in runs.values() for line in run.steps)), None
+        )
         if key is not None:
             chosen.append((chart.title, chart.unit, key, chart.log))
     drawn = [_figure(title, unit, line_chart(several(key), log=log)) for title, unit, key, log in chosen]
@@ -377,7 +392,10 @@ def charts_of_several(runs: Mapping[str, RunRecord]) -> Html:
 
 
 def gap_limits(run: RunRecord) -> list[Limit]:
-    """The limits on the mean and on the largest gap. The latter depends on the tokens of a step, and falls during a run."""
+    """The limits on the mean and on the largest gap.
+
+    The latter depends on the tokens of a step, and falls during a run.
+    """
     limits = run.start.get("limits", {})
     largest = [(line["step"], line["max_allowed"]) for line in run.proven if "max_allowed" in line]
     of_mean = "limit of the judged mean" if _judged_later(run) else "limit of the mean"
@@ -388,7 +406,9 @@ def gap_limits(run: RunRecord) -> list[Limit]:
 def _gaps(run: RunRecord) -> list[Series]:
     """The gaps of the logs; and the means that were judged, where these are not the means of single steps."""
     judged = judged_means(run.proven, "mean_abs_gap") if _judged_later(run) else []
-    means = [Series("judged mean |g|", [(one.lines[-1]["step"], one.figure) for one in judged])] if judged else []
+    means = (
+        [Series("judged mean |g|", [(one.lines[-1]["step"], one.figure) for one in judged])] if judged else []
+    )
     return _series(run.steps, _GAP) + means
 
 
@@ -428,10 +448,14 @@ def _series(steps: Sequence[Line], chart: Chart) -> list[Series]:
 
 def _rewards(run: RunRecord) -> list[Series]:
     steps = run.steps
-    parts = dict.fromkeys(k for line in steps for k in line if k.startswith("rewards/") and k.endswith("/mean"))
+    parts = dict.fromkeys(
+        k for line in steps for k in line if k.startswith("rewards/") and k.endswith("/mean")
+    )
     series = [Series("reward", _points(steps, "reward"))]
     if len(parts) > 1:
-        series += [Series(key.removeprefix("rewards/").removesuffix("/mean"), _points(steps, key)) for key in parts]
+        series += [
+            Series(key.removeprefix("rewards/").removesuffix("/mean"), _points(steps, key)) for key in parts
+        ]
     held_out = evaluation_points(run)
     return series + ([Series("held out", held_out, dots=True)] if held_out else [])
 
@@ -441,7 +465,9 @@ def _spread(run: RunRecord) -> Html:
 
 
 def _times(steps: Sequence[Line]) -> Html:
-    names = list(dict.fromkeys(k for line in steps for k in line if k.startswith("time/") and k != "time/step"))
+    names = list(
+        dict.fromkeys(k for line in steps for k in line if k.startswith("time/") and k != "time/step")
+    )
     names = [name for name in names if any(line.get(name, 0) > 0 for line in steps)]
     rows = [(line["step"], [line.get(name, 0.0) for name in names]) for line in steps]
     return stacked_bars([name.removeprefix("time/") for name in names], rows) if names else NOTHING

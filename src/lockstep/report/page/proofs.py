@@ -1,4 +1,6 @@
-"""The proofs of a run in its report: each with what it compared, its limit and its margin; and the page of a proof that failed."""
+"""The proofs of a run in its report: each with what it compared, its limit and its margin; and the page of a proof
+that failed.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,17 @@ EXACT = {
     "version, staleness": "every token was sampled by the weights that were pushed last, or within max_staleness",
     "manifest, digest, live": "the bytes that the engine received are those of the trained parameters",
     "caches": "the engine keeps nothing that was computed from older weights",
-    "settings, limits, temperature": "requests and losses use the temperature, filters and limits that the user asked for",
+    "settings, limits, temperature": "requests and losses use the temperature, filters and limits that the "
+    "user asked for",
     "ends, interruption": "every completion ended where its request says",
     "samples": "the completions of a group are independent draws",
     "turns, template, tool_results": "conversations have the right turns, and tools' results belong to their calls",
     "rows, learned": "every loss has the ids, places and log-probs that the engine sampled, of the right row",
     "forward": "later steps of a generation compute the log-probs of a plain forward",
-    "rewards, advantages, scores": "rewards are the sums of scores, and advantages are those of a second implementation",
-    "loss_gradient, model_gradient": "the gradients are the derivatives of the formulas, and the model's backward is right",
+    "rewards, advantages, scores": "rewards are the sums of scores, and advantages are those of a second "
+    "implementation",
+    "loss_gradient, model_gradient": "the gradients are the derivatives of the formulas, and the model's "
+    "backward is right",
     "hooks": "no hook, forward or attention function has appeared in the model while the run went on",
     "accumulation, clipping": "gradients add up, and the clip uses their true norm",
     "optimizer": "the optimizer is set as the config says, with the changes that the receipt records",
@@ -75,13 +80,23 @@ def measured_proofs(run: RunRecord) -> list[Measured]:
     found = list(_at_start(run))
     if compared and "mean" in limits:
         found.append(
-            _mean("gap, mean", "engine's and trainer's log-prob of every token", "mean_abs_gap", steps, limits["mean"])
+            _mean(
+                "gap, mean",
+                "engine's and trainer's log-prob of every token",
+                "mean_abs_gap",
+                steps,
+                limits["mean"],
+            )
         )
         largest = closest(largest_gaps(compared, limits["max"]))
         assert largest is not None
         where = f"{_at(largest.lines[0])}, request {largest.lines[0]['worst_request']}"
-        found.append(Measured("gap, largest", "the same, the worst token", largest.figure, largest.limit, where))
-        found.append(_mean("gap, k3", "the same, as an estimate of the KL divergence", "k3", steps, limits["k3"]))
+        found.append(
+            Measured("gap, largest", "the same, the worst token", largest.figure, largest.limit, where)
+        )
+        found.append(
+            _mean("gap, k3", "the same, as an estimate of the KL divergence", "k3", steps, limits["k3"])
+        )
     for name in dict.fromkeys(key for line in steps for key, value in line.items() if _is_gap(value)):
         own = [line for line in steps if _is_gap(line.get(name)) and line[name]["tokens"]]
         if own and "max" in limits:
@@ -90,7 +105,11 @@ def measured_proofs(run: RunRecord) -> list[Measured]:
             what = "sequences scored again with the current weights"
             rows = [
                 Measured(
-                    name.replace("_", " "), what, s[name]["max_abs_gap"], s[name].get("max_allowed", otherwise), _at(s)
+                    name.replace("_", " "),
+                    what,
+                    s[name]["max_abs_gap"],
+                    s[name].get("max_allowed", otherwise),
+                    _at(s),
                 )
                 for s in own
             ]
@@ -120,7 +139,10 @@ def measured_proofs(run: RunRecord) -> list[Measured]:
 
 
 def _mean(name: str, what: str, figure: str, steps: Sequence[Line], limit: float) -> Measured:
-    """A mean of the gap that was judged. An earlier version wrote only the sums of single steps: then it is that of the run."""
+    """A mean of the gap that was judged.
+
+    An earlier version wrote only the sums of single steps: then it is that of the run.
+    """
     judged = judged_means(steps, figure)
     if (worst := closest(judged)) is not None:
         alone = steps_alone(alone_above(judged), figure)
@@ -145,11 +167,17 @@ def proofs_section(run: RunRecord) -> Html:
     tokens, steps = _counts(run.proven), len(run.proven)
     failed = {name.strip() for name in str(run.end.get("check", "")).split(",")} - {""}
     exact = [
-        html("<tr><td><code>{}</code></td><td>{}</td><td>{}</td></tr>", name, what, _exact_mark(name, failed, steps))
+        html(
+            "<tr><td><code>{}</code></td><td>{}</td><td>{}</td></tr>",
+            name,
+            what,
+            _exact_mark(name, failed, steps),
+        )
         for name, what in EXACT.items()
     ]
     table = html(
-        "<div class='wide'><table class='proofs'><tr><th>proof</th><th>compares</th><th>closest to its limit</th><th>limit</th>"
+        "<div class='wide'><table class='proofs'><tr><th>proof</th><th>compares</th><th>closest to its "
+        "limit</th><th>limit</th>"
         "<th>margin</th><th>where</th></tr>{}</table></div>"
         if rows
         else "<p>No proof with a figure has been written yet.</p>",
@@ -189,7 +217,8 @@ def failure_section(run: RunRecord) -> Html:
             ("proof", str(end["check"])),
             (
                 "step",
-                f"optimizer step {end['step'] + 1}, which was not taken; the weights are those after step {end['step']}",
+                f"optimizer step {end['step'] + 1}, which was not taken; the weights are those after step "
+                f"{end['step']}",
             ),
             ("what was found", str(end["found"])),
             ("likely cause", str(end["cause"])),
@@ -203,7 +232,11 @@ def failure_section(run: RunRecord) -> Html:
             ("message", str(end.get("message", ""))),
         ]
     table = together(html("<tr><th>{}</th><td class='said'>{}</td></tr>", name, text) for name, text in rows)
-    title = html("Proof <code>{}</code> has failed", end["check"]) if "check" in end else Html("The run has failed")
+    title = (
+        html("Proof <code>{}</code> has failed", end["check"])
+        if "check" in end
+        else Html("The run has failed")
+    )
     return html(
         "<section class='failure' id='failure'><h2>{}</h2><div class='wide'><table>{}</table></div>{}</section>",
         title,
@@ -231,8 +264,10 @@ def _worst_tokens(run: RunRecord) -> Html:
     form = "<tr><td><code>{}</code></td><td>{}</td><td><code>{}</code></td><td>{:+.2e}</td></tr>"
     rows = together(html(form, name, place, repr(text), gap) for gap, name, place, text in tokens[:10])
     return html(
-        "<h3>The tokens with the largest gaps</h3><p>Of the shown group. The gap is the engine's log-prob minus the trainer's; the "
-        "place counts sampled tokens from 0.</p><div class='wide'><table><tr><th>rollout</th><th>place</th><th>token</th>"
+        "<h3>The tokens with the largest gaps</h3><p>Of the shown group. The gap is the engine's log-prob "
+        "minus the trainer's; the "
+        "place counts sampled tokens from 0.</p><div "
+        "class='wide'><table><tr><th>rollout</th><th>place</th><th>token</th>"
         "<th>gap in nats</th></tr>{}</table></div>",
         rows,
     )
@@ -247,14 +282,25 @@ def _at_start(run: RunRecord) -> Iterator[Measured]:
         module, count = start["worst_module"], start.get("modules", {}).get("probed", 0)
         what = f"outputs of all {count} modules before training"
         yield Measured(
-            "module_probe", what, module["error"], limits["module_probe"], f"start, {module['name']}", "of rms"
+            "module_probe",
+            what,
+            module["error"],
+            limits["module_probe"],
+            f"start, {module['name']}",
+            "of rms",
         )
 
 
 def _row(proof: Measured) -> Html:
     kind = "bad" if proof.share > 1 else "near" if proof.share > 0.5 else "good"
     times = 1 / proof.share if proof.share > 0 else 0.0
-    margin = f"{times:,.0f} times below" if times >= 10 else f"{times:.1f} times below" if times else "nothing found"
+    margin = (
+        f"{times:,.0f} times below"
+        if times >= 10
+        else f"{times:.1f} times below"
+        if times
+        else "nothing found"
+    )
     limit = "–" if proof.limit is None else number(proof.limit, 3)
     if proof.limit is None:
         margin = "–"
@@ -297,4 +343,9 @@ def _at(line: Line) -> str:
 
 
 def _is_gap(value: object) -> bool:
-    return isinstance(value, dict) and "max_abs_gap" in value and "tokens" in value and "mean_allowed" not in value
+    return (
+        isinstance(value, dict)
+        and "max_abs_gap" in value
+        and "tokens" in value
+        and "mean_allowed" not in value
+    )

@@ -53,7 +53,8 @@ def page_of(title: str, body: Html) -> str:
     page = html(
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
+        "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; style-src 'unsafe-inline'; "
+        'img-src data:">'
         "<title>{}</title><style>{}</style></head><body>{}</body></html>",
         title,
         Html(STYLE),
@@ -96,12 +97,16 @@ def verdict_of(run: RunRecord) -> Verdict:
     if end.get("ended") == "finished":
         unproven = run.summary.get("parity", {}).get("failed", 0)
         if unproven or not proven:
-            return Verdict("bad", f"Finished after {steps} steps, but not all of them are proven", f"{passed}.")
+            return Verdict(
+                "bad", f"Finished after {steps} steps, but not all of them are proven", f"{passed}."
+            )
         tokens = sum(line["checked_tokens"] for line in proven)
         more = f"{passed}; {tokens:,} tokens were compared with the trainer."
         return Verdict("good", f"All proofs passed; finished after {steps} steps", more)
     line = f"Not at its end: step {steps}{of}"
-    return Verdict("near", line, f"{passed}. This page was written while the run trained; a killed run stays so.")
+    return Verdict(
+        "near", line, f"{passed}. This page was written while the run trained; a killed run stays so."
+    )
 
 
 def _generations(count: int) -> str:
@@ -125,12 +130,14 @@ def _before_rollouts(run: RunRecord) -> Html:
 
 def _alarms(run: RunRecord) -> Html:
     rows = together(
-        html("<tr><th>step {}</th><td class='said'>{}</td></tr>", line["step"] + 1, line["text"]) for line in run.alarms
+        html("<tr><th>step {}</th><td class='said'>{}</td></tr>", line["step"] + 1, line["text"])
+        for line in run.alarms
     )
     if not rows:
         return NOTHING
     return html(
-        "<section class='failure' id='alarms'><h2>Alarms</h2><p>No proof has failed because of them, and the run went on.</p>"
+        "<section class='failure' id='alarms'><h2>Alarms</h2><p>No proof has failed because of them, and the "
+        "run went on.</p>"
         "<div class='wide'><table>{}</table></div></section>",
         rows,
     )
@@ -138,7 +145,9 @@ def _alarms(run: RunRecord) -> Html:
 
 def _rollouts(run: RunRecord, share: float) -> Html:
     if not share:
-        return Html("<p>The rollouts are too long for this page; see the files in <code>rollouts/</code>.</p>")
+        return Html(
+            "<p>The rollouts are too long for this page; see the files in <code>rollouts/</code>.</p>"
+        )
     held_out = evaluations_section(run.before, run.after, share)
     turns = training_section(run.shown, share) + turns_section((run.after or {}).get("turns", ()), share)
     return together([held_out, _SWITCH if turns else NOTHING, turns])
@@ -168,7 +177,11 @@ def figures_of(run: RunRecord) -> dict[str, str]:
         part = max(len(rewards) // 10, 1)
         first, last = sum(rewards[:part]) / part, sum(rewards[-part:]) / part
         found["training reward"] = f"{first:.3f} → {last:.3f}"
-    held = [_interval(found_) for found_ in (run.before, run.after) if found_ and "eval_reward" in found_["metrics"]]
+    held = [
+        _interval(found_)
+        for found_ in (run.before, run.after)
+        if found_ and "eval_reward" in found_["metrics"]
+    ]
     if held:
         found["held-out reward"] = " → ".join(held)
     if proven:
@@ -189,7 +202,8 @@ def figures_of(run: RunRecord) -> dict[str, str]:
 
 def _tiles(run: RunRecord) -> Html:
     tiles = [
-        html("<div><small>{}</small><b>{}</b></div>", name, _unbroken(text)) for name, text in figures_of(run).items()
+        html("<div><small>{}</small><b>{}</b></div>", name, _unbroken(text))
+        for name, text in figures_of(run).items()
     ]
     return html("<div class='tiles'>{}</div>", together(tiles))
 
@@ -206,7 +220,8 @@ def _interval(evaluation: Line) -> str:
 
 _SWITCH = Html(
     "<div class='switch'><small>color of tokens:</small> <input type='radio' name='color' id='gap' checked>"
-    "<label for='gap'> gap</label><input type='radio' name='color' id='advantage'><label for='advantage'> advantage</label></div>"
+    "<label for='gap'> gap</label><input type='radio' name='color' id='advantage'><label for='advantage'> "
+    "advantage</label></div>"
 )
 
 
@@ -226,7 +241,9 @@ def _settings(run: RunRecord) -> Html:
         )
         + _table(others, "All other settings")
         + _table(data, "Data: numbers of prompts, and digests of rows", is_open=True)
-        + _table({**about.get("versions", {}), **about.get("machine", {})}, "Versions and machine", is_open=True)
+        + _table(
+            {**about.get("versions", {}), **about.get("machine", {})}, "Versions and machine", is_open=True
+        )
         + _table(about.get("engine", {}), "Engine, as it reported itself")
     )
 
@@ -260,7 +277,9 @@ def render_comparison(runs: Sequence[RunRecord]) -> str:
     verdicts = {name: verdict_of(run) for name, run in named.items()}
     rows = [_row("run", {name: title_of(run) for name, run in named.items()}, named)]
     kinds = {"good": "goodtext", "bad": "badtext"}
-    cells = [html("<td><span class='{}'>{}</span></td>", kinds.get(v.kind, ""), v.line) for v in verdicts.values()]
+    cells = [
+        html("<td><span class='{}'>{}</span></td>", kinds.get(v.kind, ""), v.line) for v in verdicts.values()
+    ]
     rows.append(html("<tr><th>verdict</th>{}</tr>", together(cells)))
     figures = {name: figures_of(run) for name, run in named.items()}
     for figure in dict.fromkeys(key for own in figures.values() for key in own):
@@ -295,7 +314,12 @@ def _differences(runs: dict[str, RunRecord]) -> dict[str, dict[str, str]]:
     flat = {
         name: {
             f"{part}{key}": str(value)
-            for kind, part in (("settings", ""), ("data", ""), ("versions", "version of "), ("machine", "machine: "))
+            for kind, part in (
+                ("settings", ""),
+                ("data", ""),
+                ("versions", "version of "),
+                ("machine", "machine: "),
+            )
             for key, value in {**run.about.get(kind, {})}.items()
         }
         | {key: str(run.about.get(key, "")) for key in ("method", "model")}

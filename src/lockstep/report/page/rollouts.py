@@ -109,7 +109,10 @@ def _key(entry: Line) -> tuple[str, ...]:
 
 
 def rank_class(reward: float | None, rewards: Sequence[float | None]) -> str:
-    """The style of a score by its rank within its group: `r0` (worst) to `r4` (best); `re`: all are equal; `rn`: no score."""
+    """The style of a score by its rank within its group:
+
+    `r0` (worst) to `r4` (best); `re`: all are equal; `rn`: no score.
+    """
     given = [r for r in rewards if r is not None and not math.isnan(r)]
     if reward is None or math.isnan(reward):
         return "rn"
@@ -225,13 +228,16 @@ def _cut(text: Any, room: int) -> Html:
 
 def _ranks_legend() -> Html:
     words = ("worst", "", "middle", "", "best")
-    steps = together(html("<span class='score r{}'>{}</span> ", n, word or "·") for n, word in enumerate(words))
+    steps = together(
+        html("<span class='score r{}'>{}</span> ", n, word or "·") for n, word in enumerate(words)
+    )
     return html("{}<span class='score re'>all equal</span>", steps)
 
 
 _SCALES = html(
     "<p class='scale by-gap'>gap |g| in nats: {}</p><p class='scale by-advantage'>advantage: {}"
-    "</p><p><small>Colored text was sampled; point at a token for its values. Grey text is a prompt or was inserted: the policy "
+    "</p><p><small>Colored text was sampled; point at a token for its values. Grey text is a prompt or was "
+    "inserted: the policy "
     "does not learn from it.</small></p>",
     together(html("<i class='g{}'>1e{:+d}</i>", n, _SMALLEST + n) for n in range(_GAP_COLORS)),
     together(html("<i class='a{}'>{:+.2g}</i>", n, (n - 4) / 4) for n in range(0, 9, 2)),

@@ -102,7 +102,8 @@ class RunRecord:
 
 @contextmanager
 def files_of_a_run(*folders: Path) -> Iterator[None]:
-    """Within the block, an error that values of another kind cause, in files that others wrote or changed, is one sentence.
+    """Within the block, an error that values of another kind cause, in files that others wrote or changed, is one
+    sentence.
 
     Raises:
         InputError: the files hold such values.
@@ -114,7 +115,8 @@ def files_of_a_run(*folders: Path) -> Iterator[None]:
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         named = " or ".join(map(str, folders))
         raise InputError(
-            f"a file in {named} holds a value of another kind than Lockstep writes ({type(error).__name__}: {error}); it was "
+            f"a file in {named} holds a value of another kind than Lockstep writes ({type(error).__name__}: "
+            f"{error}); it was "
             "changed by something else, or written by another version"
         ) from error
 
@@ -182,7 +184,8 @@ def _rewards(folder: Path) -> dict[int, list[float]]:
     return dict(sorted(found.items()))
 
 
-# The figures of a gap, with the names of their limits and of a single step's sum, which has no name for the largest gap.
+# The figures of a gap, with the names of their limits and of a single step's sum, which has no name for the largest
+# gap.
 MEANS = {"mean_abs_gap": ("mean_allowed", "sum_abs_gap"), "k3": ("k3_allowed", "sum_k3")}
 _NAMES = {"mean_abs_gap": "mean", "k3": "k3", "max_abs_gap": "largest"}
 
@@ -255,7 +258,9 @@ def closest(judged: Sequence[Judged]) -> Judged | None:
 
 
 def closest_of_run(steps: Sequence[Line]) -> Judged | None:
-    """The figure of the gap that came closest to its limit; None for a run whose receipt does not have what was judged."""
+    """The figure of the gap that came closest to its limit; None for a run whose receipt does not have what was
+    judged.
+    """
     largest = largest_gaps([line for line in steps if "max_allowed" in line], 0.0)
     means = [one for name in MEANS for one in judged_means(steps, name)]
     return closest([*means, *largest]) if means else None
@@ -274,7 +279,9 @@ def alone_above(judged: Sequence[Judged]) -> list[Line]:
 
 def steps_alone(lines: Sequence[Line], name: str) -> str:
     """Single steps with their means, in words; empty without lines."""
-    shown = [f"{line['step']} ({mean_of([line], name):.2g} over {line['checked_tokens']})" for line in lines[:3]]
+    shown = [
+        f"{line['step']} ({mean_of([line], name):.2g} over {line['checked_tokens']})" for line in lines[:3]
+    ]
     more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
     word = "step" if len(lines) == 1 else "steps"
     return f"alone above the limit, not judged alone: {word} {', '.join(shown)}{more}" if lines else ""

@@ -61,13 +61,16 @@ pre i, .scale i { font-style: normal; border-radius: 2px; } .scale i { padding: 
 .re, .rn { background: var(--grey); color: var(--dim); }
 .switch { position: sticky; top: 0; background: var(--page); padding: .4em 0; z-index: 1; } .switch label { margin-right: 1em; }
 body:has(#advantage:checked) .by-gap, body:has(#gap:checked) .by-advantage { display: none; }
-"""
+"""  # noqa: E501
 
 _CURVES = {".d": "fill", ".c": "stroke", ".legend i.k": "background"}
 
 
 def _colors() -> str:
-    """The rules that have one color per number: curves, ranks, gaps and advantages. Mixed with the card, they suit both themes."""
+    """The rules that have one color per number: curves, ranks, gaps and advantages.
+
+    Mixed with the card, they suit both themes.
+    """
     rules = []
     for n in range(COLORS):
         rules += [f"{kind}{n} {{ {what}: var(--c{n}); }}" for kind, what in _CURVES.items()]
@@ -75,14 +78,20 @@ def _colors() -> str:
         rules.append(f".r{n} {{ background: color-mix(in srgb, var(--{color}) {part}%, var(--card)); }}")
     for n in range(8):
         color, part = (
-            ("good", 8 + 5 * n) if n < 3 else ("near", 14 + 9 * (n - 3)) if n < 6 else ("bad", 40 + 20 * (n - 6))
+            ("good", 8 + 5 * n)
+            if n < 3
+            else ("near", 14 + 9 * (n - 3))
+            if n < 6
+            else ("bad", 40 + 20 * (n - 6))
         )
         mixed = f"color-mix(in srgb, var(--{color}) {part}%, var(--card))"
         rules.append(f"body:has(#gap:checked) pre .g{n}, .by-gap .g{n} {{ background: {mixed}; }}")
     for n in range(9):
         color, part = "good" if n > 4 else "bad", abs(n - 4) * 14
         mixed = f"color-mix(in srgb, var(--{color}) {part}%, var(--card))"
-        rules.append(f"body:has(#advantage:checked) pre .a{n}, .by-advantage .a{n} {{ background: {mixed}; }}")
+        rules.append(
+            f"body:has(#advantage:checked) pre .a{n}, .by-advantage .a{n} {{ background: {mixed}; }}"
+        )
     return "\n".join(rules)
 
 

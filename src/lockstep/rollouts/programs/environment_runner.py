@@ -1,4 +1,5 @@
-"""The program of an environment's own process: makes the object, then answers calls of its methods, one line of JSON each.
+"""The program of an environment's own process: makes the object, then answers calls of its methods, one line of JSON
+each.
 
 `rollouts/programs/environments.py` starts it by its path. It imports nothing of Lockstep, so that it runs in any
 Python. What the environment prints goes to standard error. The program ends when its standard input ends, also in the

@@ -56,7 +56,9 @@ _RUNNER = Path(__file__).with_name("environment_runner.py")
 # Seconds in which a process must have made its environment.
 _START = 120.0
 # The names that annotations of an environment's methods may use.
-_TYPES = {name: getattr(typing, name) for name in ("Any", "Literal", "Optional", "Union", "List", "Dict", "Tuple")}
+_TYPES = {
+    name: getattr(typing, name) for name in ("Any", "Literal", "Optional", "Union", "List", "Dict", "Tuple")
+}
 _TYPES |= {kind.__name__: kind for kind in (str, int, float, bool, list, dict, tuple)} | {"typing": typing}
 
 
@@ -90,7 +92,10 @@ class ProcessEnvironment:
 
 
 def process_of(environment: ProcessEnvironment) -> subprocess.Popen[str]:
-    """The process of an environment. This is no method, because the model may call every public method of an environment."""
+    """The process of an environment.
+
+    This is no method, because the model may call every public method of an environment.
+    """
     return environment._process
 
 
@@ -106,11 +111,13 @@ def in_process(
 
     Args:
         target: `path/to/file.py:name` or `package.module:name` of a class or factory.
-        python: the interpreter, for example that of another virtual environment; None: this one. It needs no package of ours.
+        python: the interpreter, for example that of another virtual environment; None: this one. It needs no package
+            of ours.
         arguments: keyword arguments of the class or factory, as JSON types; None: none.
 
     Returns:
-        The factory. It raises `EnvironmentDied` if the process does not start, and `LockstepError` if the constructor raised.
+        The factory. It raises `EnvironmentDied` if the process does not start, and `LockstepError` if the constructor
+        raised.
     """
     classes: list[type[ProcessEnvironment]] = []
     given = json.dumps(dict(arguments or {}))
@@ -199,14 +206,19 @@ def _method(
     call.__name__, call.__qualname__ = name, f"{owner}.{name}"
     call.__doc__ = doc
     call.__signature__ = inspect.Signature([own, *found])  # type: ignore[attr-defined]
-    call.__annotations__ = {p.name: p.annotation for p in found if p.annotation is not inspect.Parameter.empty}
+    call.__annotations__ = {
+        p.name: p.annotation for p in found if p.annotation is not inspect.Parameter.empty
+    }
     if returns is not None:
         call.__annotations__["return"] = _type(returns)
     return call
 
 
 def _type(annotation: str | None) -> Any:
-    """The type that an annotation names. The text comes from the user's own class, which already runs on this machine."""
+    """The type that an annotation names.
+
+    The text comes from the user's own class, which already runs on this machine.
+    """
     if annotation is None:
         return inspect.Parameter.empty
     try:
@@ -260,7 +272,8 @@ class Environment:
         self.failed: str | None = None
         self.title = type(instance).__name__
         self.tools = {
-            method: replace(tool_of(getattr(instance, method)), place=place) for method in public_methods(instance)
+            method: replace(tool_of(getattr(instance, method)), place=place)
+            for method in public_methods(instance)
         }
         self._place, self._calls = place, calls
 
@@ -291,7 +304,8 @@ class Environment:
             answer: text of the turn, without thinking.
 
         Raises:
-            EnvironmentFailed: `next_user_message` raised, hung, or returned something else than None, text or content blocks.
+            EnvironmentFailed: `next_user_message` raised, hung, or returned something else than None, text or content
+                blocks.
         """
         if not self.speaks:
             return None
@@ -322,7 +336,8 @@ class Environment:
         """Check that the environment survived the calls of a turn.
 
         Raises:
-            EnvironmentFailed: one of its methods hung, or its process died. An error of a method is a text for the model instead.
+            EnvironmentFailed: one of its methods hung, or its process died. An error of a method is a text for the
+                model instead.
         """
         for result in results:
             died = result.error is not None and isinstance(result.error.__cause__, EnvironmentDied)
@@ -361,7 +376,9 @@ class Environment:
         said = await self._own(method, given, made)
         if said is None or isinstance(said, Content):
             return said
-        raise self.fail(method, f"it returned {type(said).__name__}, not None, text or a list of content blocks")
+        raise self.fail(
+            method, f"it returned {type(said).__name__}, not None, text or a list of content blocks"
+        )
 
     def fail(self, method: str, why: str) -> EnvironmentFailed:
         """Mark the environment as failed. Returns the error to raise."""
@@ -480,11 +497,16 @@ class Environments:
         except (TookTooLong, Raised) as error:
             if place is not self._calls.home:
                 place.end()
-            raise EnvironmentFailed(f"environment {name or _title(factory)}: its constructor: {error}") from error
+            raise EnvironmentFailed(
+                f"environment {name or _title(factory)}: its constructor: {error}"
+            ) from error
         return Environment(name, instance, place, self._calls)
 
     def give_back(self, environment: Environment) -> None:
-        """Take an environment back after its rollout was scored. One that failed is ended instead of being used again."""
+        """Take an environment back after its rollout was scored.
+
+        One that failed is ended instead of being used again.
+        """
         self._taken.discard(environment)
         if environment.failed is None:
             self._free[environment.name].append(environment)
@@ -494,7 +516,9 @@ class Environments:
     @property
     def methods(self) -> list[Any]:
         """The methods that a model may call, of one environment of each factory, as far as one is free."""
-        every = [getattr(free[0].instance, name) for free in self._free.values() if free for name in free[0].tools]
+        every = [
+            getattr(free[0].instance, name) for free in self._free.values() if free for name in free[0].tools
+        ]
         return list(dict.fromkeys(every))
 
     def spare(self) -> Any:
@@ -510,7 +534,9 @@ class Environments:
 
 
 def public_methods(instance: Any) -> list[str]:
-    """Names of the methods that are tools: the public functions of its class, but those that the rollout itself calls."""
+    """Names of the methods that are tools: the public functions of its class, but those that the rollout itself
+    calls.
+    """
     members = inspect.getmembers(type(instance), inspect.isfunction)
     return [name for name, _ in members if not name.startswith("_") and name not in _OWN]
 

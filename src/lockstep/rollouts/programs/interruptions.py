@@ -1,4 +1,5 @@
-"""Interrupts completions that think for too long: an end of thinking is inserted after their ids, and they continue to an answer.
+"""Interrupts completions that think for too long: an end of thinking is inserted after their ids, and they continue
+to an answer.
 
 These are the forced-length interruptions of ScaleRL (arXiv 2510.13786). It is a program of the driver. The inserted
 ids are context, like a prompt. They were not sampled, so the policy does not learn from them and the proof leaves them
@@ -22,17 +23,17 @@ from lockstep.tokens.arrays import Ids
 class Interruption:
     """When thinking is interrupted, and the ids that are inserted.
 
-    The check for the end of thinking uses the ids of a completion, not its text. The check is exact if the end of thinking
-    is one token, as in models that are trained to think. An end of several tokens is missed if the model writes it with other
-    tokens (for example with a part joined to the word before). Such a completion is interrupted although it has ended its
-    thinking.
+    The check for the end of thinking uses the ids of a completion, not its text. The check is exact if the end of
+    thinking is one token, as in models that are trained to think. An end of several tokens is missed if the model
+    writes it with other tokens (for example with a part joined to the word before). Such a completion is interrupted
+    although it has ended its thinking.
 
     Attributes:
         after: number of tokens after which a completion that still thinks is interrupted.
         ids: ids that are inserted there.
         end_ids: consecutive ids that mark the end of thinking in a completion.
-        earliest: if given, the number of tokens is drawn for each request between this and `after` (ScaleRL uses 10k and 12k, so
-            that the policy learns answers at many lengths). None: always `after`.
+        earliest: if given, the number of tokens is drawn for each request between this and `after` (ScaleRL uses 10k
+            and 12k, so that the policy learns answers at many lengths). None: always `after`.
 
     Raises:
         ValueError: a number of tokens is below 1, `earliest` is above `after`, or there are no ids.
@@ -65,25 +66,29 @@ class Interruption:
         return not (np.lib.stride_tricks.sliding_window_view(ids, size) == self.end_ids).all(axis=1).any()
 
     def check_room(self, limit: int) -> None:
-        """Refuse a length limit that leaves no tokens for an answer. A limit that ends before every interruption is accepted.
+        """Refuse a length limit that leaves no tokens for an answer.
+
+        A limit that ends before every interruption is accepted.
 
         Raises:
             InputError: the limit leaves no tokens for an answer.
         """
         if self._earliest < limit <= self.after + len(self.ids):
             raise InputError(
-                f"max_thinking_length={self.after} and an interruption of {len(self.ids)} tokens leave nothing for an answer "
-                f"within the {limit} tokens of a completion: lower max_thinking_length, shorten interruption, or raise the limit"
+                f"max_thinking_length={self.after} and an interruption of {len(self.ids)} tokens leave "
+                f"nothing for an answer "
+                f"within the {limit} tokens of a completion: lower max_thinking_length, shorten interruption, "
+                f"or raise the limit"
             )
 
 
 def interrupted(interruption: Interruption, sampling: Sampling) -> Program:
     """The program of a rollout whose thinking is interrupted.
 
-    First the engine samples up to the place of the interruption. An unfinished completion is then continued, id for id, for the
-    rest of its `max_tokens`. If it still thinks, the interruption is inserted before its continuation. The sampling distribution
-    is the same as without the split. Inserted ids count towards `max_tokens`. They are not part of the text in which stop strings
-    are searched.
+    First the engine samples up to the place of the interruption. An unfinished completion is then continued, id for
+    id, for the rest of its `max_tokens`. If it still thinks, the interruption is inserted before its continuation.
+    The sampling distribution is the same as without the split. Inserted ids count towards `max_tokens`. They are not
+    part of the text in which stop strings are searched.
 
     Args:
         sampling: the settings of the rollouts, checked here.

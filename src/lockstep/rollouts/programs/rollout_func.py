@@ -13,7 +13,7 @@ proven like those of every other rollout: by the parity gap.
 | `finish_reasons` | optional, not in TRL: `stop` or `length`. Without it, as in TRL: `stop` if the last id is an end token |
 | `images` | optional, not in TRL: the images whose ids are in both, in order. Without it they are those of the row |
 | any other | goes to reward functions: a list has one value per rollout, anything else is the same for all rollouts |
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -69,21 +69,26 @@ def groups_of_columns(
         images: reads images; None: the run shows none.
 
     Raises:
-        InputError: a column is missing, has a wrong length, or has a value that no rollout can have. The message names it.
+        InputError: a column is missing, has a wrong length, or has a value that no rollout can have. The message
+            names it.
     """
     count = len(prompts) * num_generations
     found = _checked(columns, count)
     groups = []
     for place, prompt in enumerate(prompts):
         rows = range(place * num_generations, (place + 1) * num_generations)
-        rollouts = [_rollout(found, row, prompt, k, version, bounds, decode, images) for k, row in enumerate(rows)]
+        rollouts = [
+            _rollout(found, row, prompt, k, version, bounds, decode, images) for k, row in enumerate(rows)
+        ]
         groups.append(RolloutGroup(prompt, tuple(replace(r, seal=seal_of(r, prompt)) for r in rollouts)))
     return groups
 
 
 def _checked(columns: Any, count: int) -> dict[str, Any]:
     if not isinstance(columns, Mapping):
-        raise InputError(f"rollout_func returned {type(columns).__name__}, not a dict with {', '.join(_REQUIRED)}")
+        raise InputError(
+            f"rollout_func returned {type(columns).__name__}, not a dict with {', '.join(_REQUIRED)}"
+        )
     missing = [name for name in _REQUIRED if name not in columns]
     if missing:
         raise InputError(
@@ -95,7 +100,8 @@ def _checked(columns: Any, count: int) -> dict[str, Any]:
         if (own or isinstance(values, list)) and (not hasattr(values, "__len__") or len(values) != count):
             length = len(values) if hasattr(values, "__len__") else "no"
             raise InputError(
-                f"rollout_func returned {length} rows in {name!r} for {count} rollouts: it gets each prompt once per rollout, and "
+                f"rollout_func returned {length} rows in {name!r} for {count} rollouts: it gets each prompt "
+                f"once per rollout, and "
                 "returns one row for each"
             )
     return {name: values for name, values in columns.items() if values is not None}
@@ -117,7 +123,8 @@ def _rollout(
     token_ids = _ids(columns["completion_ids"][row], f"{where}: completion_ids", bounds.vocabulary)
     if len(token_ids) > bounds.completion or len(prompt_ids) + len(token_ids) > bounds.context:
         raise InputError(
-            f"{where} has {len(prompt_ids)} prompt ids and {len(token_ids)} completion ids; at most {bounds.completion} completion "
+            f"{where} has {len(prompt_ids)} prompt ids and {len(token_ids)} completion ids; at most "
+            f"{bounds.completion} completion "
             f"ids and {bounds.context} ids in all are possible: sample fewer, or raise max_completion_length and "
             "vllm_max_model_length"
         )
@@ -163,7 +170,8 @@ def _pictures(
     except (InputError, ProofError) as error:
         said = error.found if isinstance(error, ProofError) else str(error)
         raise InputError(
-            f"{where}: {said}; return in 'images' the images whose ids are in prompt_ids and completion_ids, up to the last "
+            f"{where}: {said}; return in 'images' the images whose ids are in prompt_ids and completion_ids, "
+            f"up to the last "
             "sampled id"
         ) from error
 
@@ -208,15 +216,21 @@ def _logprobs(columns: Mapping[str, Any], row: int, where: str, token_ids: Ids, 
         ) from error
     if not np.isfinite(found).all() or found.max() > 1e-4:
         wrong = float(found[~(np.isfinite(found) & (found <= 1e-4))][0])
-        raise InputError(f"{where}: {wrong} is not a log-prob; every sampled id needs the one that the engine gave it")
+        raise InputError(
+            f"{where}: {wrong} is not a log-prob; every sampled id needs the one that the engine gave it"
+        )
     if "logprob_token_ids" in columns:
         named = np.asarray(_plain(columns["logprob_token_ids"][row]))
         if named.shape != token_ids.shape or (named[sampled] != token_ids[sampled]).any():
-            raise InputError(f"{where}: logprob_token_ids are not completion_ids: the log-probs belong to other tokens")
+            raise InputError(
+                f"{where}: logprob_token_ids are not completion_ids: the log-probs belong to other tokens"
+            )
     return found
 
 
-def _finish_reason(columns: Mapping[str, Any], row: int, where: str, token_ids: Ids, bounds: Bounds) -> FinishReason:
+def _finish_reason(
+    columns: Mapping[str, Any], row: int, where: str, token_ids: Ids, bounds: Bounds
+) -> FinishReason:
     if "finish_reasons" not in columns:
         return "stop" if int(token_ids[-1]) in bounds.end_ids else "length"
     reason = columns["finish_reasons"][row]

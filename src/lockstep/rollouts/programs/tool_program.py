@@ -59,7 +59,8 @@ class ToolProgram:
     """The program of every rollout of a run with tools or environments.
 
     Args:
-        extensions: extends the conversations of each kind of environment, by its name; without environments the name is None.
+        extensions: extends the conversations of each kind of environment, by its name; without environments the name
+            is None.
         tools: functions that every rollout may call, by name.
         calls: runs the calls.
         environments: the environments; None if there are none.
@@ -107,7 +108,9 @@ class ToolProgram:
             self._give_back(rollout.notes.get("environment", -1))
 
     def release_all(self) -> None:
-        """Use the environments of all rollouts again that are not running: their generations are given up, or begin again."""
+        """Use the environments of all rollouts again that are not running: their generations are given up, or begin
+        again.
+        """
         for seed in list(self._held):
             self._give_back(seed)
 
@@ -129,13 +132,15 @@ class ToolProgram:
         if begun is not None:
             self._check_count(environment, "reset", begun, asked)
         said = _Said(
-            _with_content(asked, None if begun is None else begun.shown(longest)), conversation.notes["messages"]
+            _with_content(asked, None if begun is None else begun.shown(longest)),
+            conversation.notes["messages"],
         )
         if begun is not None and any(begun.parts):
             ids = self._extensions[environment.name].prompt(said.shown)
             if len(ids) >= conversation.context:
                 raise environment.fail(
-                    "reset", f"with its text, the prompt has {len(ids)} tokens and leaves no room for an answer"
+                    "reset",
+                    f"with its text, the prompt has {len(ids)} tokens and leaves no room for an answer",
                 )
             asked = with_data_urls(conversation.prompt.source)
             conversation.notes["prompt"] = _with_content(asked, begun.kept(longest))
@@ -178,7 +183,9 @@ class ToolProgram:
                     environment.check(results)
                 shown, kept = _answers(extension, parsed, results, longest)
             else:
-                said_next = await environment.next_user_message(parsed.content) if environment is not None else None
+                said_next = (
+                    await environment.next_user_message(parsed.content) if environment is not None else None
+                )
                 if said_next is None:
                     return
                 assert environment is not None
@@ -192,7 +199,10 @@ class ToolProgram:
             said.kept += kept
 
     def _within_limit(self, results: list[ToolResult], before: Sequence[Message]) -> list[ToolResult]:
-        """The results of a turn. Those with which the conversation would have too many pictures are errors for the model."""
+        """The results of a turn.
+
+        Those with which the conversation would have too many pictures are errors for the model.
+        """
         count, found = len(pictures_in(before)), []
         for result in results:
             try:
@@ -204,7 +214,9 @@ class ToolProgram:
             found.append(result)
         return found
 
-    def _check_count(self, environment: Environment, method: str, said: Content, before: Sequence[Message]) -> None:
+    def _check_count(
+        self, environment: Environment, method: str, said: Content, before: Sequence[Message]
+    ) -> None:
         """Check the number of pictures with those that an environment has given.
 
         Raises:
@@ -308,7 +320,9 @@ def _kept(turn: ParsedTurn) -> Message:
 def _answers(
     extension: Extension, turn: ParsedTurn, results: Sequence[ToolResult], longest: int
 ) -> tuple[list[Message], list[Message]]:
-    """The messages that answer a turn's calls, in the order of the calls: for the template, and for reward functions."""
+    """The messages that answer a turn's calls, in the order of the calls: for the template, and for reward
+    functions.
+    """
     shown: list[Message] = []
     kept: list[Message] = []
     for call, result in zip(turn.calls, results, strict=True):

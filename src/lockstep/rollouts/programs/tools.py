@@ -63,7 +63,8 @@ class Seen:
     picture: Picture
 
 
-# Opens and processes the images that user code gave in one result: each opened image, and the image as the model takes it.
+# Opens and processes the images that user code gave in one result: each opened image, and the image as the model
+# takes it.
 Process = Callable[[Sequence[Any]], Iterable[tuple[Image.Image, Picture]]]
 
 
@@ -99,7 +100,8 @@ class Content:
         if all(isinstance(part, str) for part in self.parts):
             return self.text[:longest]
         return [
-            {"type": "text", "text": part[:longest]} if isinstance(part, str) else of_image(part) for part in self.parts
+            {"type": "text", "text": part[:longest]} if isinstance(part, str) else of_image(part)
+            for part in self.parts
         ]
 
 
@@ -111,7 +113,11 @@ def content_of(result: Any, process: Process) -> Content:
     """
     if isinstance(result, Image.Image):
         return content_of_blocks([{"type": "image", "image": result}], process)
-    if isinstance(result, list) and result and all(isinstance(part, dict) and "type" in part for part in result):
+    if (
+        isinstance(result, list)
+        and result
+        and all(isinstance(part, dict) and "type" in part for part in result)
+    ):
         return content_of_blocks(result, process)
     return Content((printable(str(result)),))
 
@@ -161,7 +167,9 @@ def shows_no_images(images: Sequence[Any]) -> Iterable[tuple[Image.Image, Pictur
 def _text(block: Mapping[str, Any]) -> str:
     if block.get("type") == "text" and isinstance(block.get("text"), str):
         return printable(block["text"])
-    raise InputError(f"a content block of type {block.get('type')!r:.40} is not supported; give text or images")
+    raise InputError(
+        f"a content block of type {block.get('type')!r:.40} is not supported; give text or images"
+    )
 
 
 Schema = dict[str, Any]
@@ -240,8 +248,8 @@ def tools_of(functions: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
     """Tools by name.
 
     Raises:
-        InputError: a function has no name, no docstring, or arguments without a type or a description; or two have the same
-            name.
+        InputError: a function has no name, no docstring, or arguments without a type or a description; or two have
+            the same name.
     """
     found: dict[str, Tool] = {}
     for function in functions:
@@ -257,7 +265,8 @@ class ToolCalls:
 
     Args:
         timeout: seconds that one call may take.
-        home: where plain functions run, and environments that ask for nothing else; None: in the thread that serves the engine.
+        home: where plain functions run, and environments that ask for nothing else; None: in the thread that serves
+            the engine.
         threads: whether every call of a tool, and every environment, gets a thread of its own.
 
     Attributes:
@@ -273,8 +282,8 @@ class ToolCalls:
         self._threads = threads
         self.process: Process = shows_no_images
         self.failing = Failing()
-        # The turns whose rollouts wait for calls: these calls, ended ones too, with the names of their functions. None in place of
-        # a name: the thread that serves the engine runs the call, and nothing else meanwhile.
+        # The turns whose rollouts wait for calls: these calls, ended ones too, with the names of their functions.
+        # None in place of a name: the thread that serves the engine runs the call, and nothing else meanwhile.
         self._open: list[dict[asyncio.Task[Any], str | None]] = []
         # The functions that took long.
         self._slow: set[str | None] = set()
@@ -309,7 +318,9 @@ class ToolCalls:
     async def run(
         self, tools: Mapping[str, Tool], calls: Sequence[tuple[str, Any]], turn: str = "a turn"
     ) -> list[ToolResult]:
-        """The results of the calls of one turn, in the order of the calls. A call that fails gives an error as its text.
+        """The results of the calls of one turn, in the order of the calls.
+
+        A call that fails gives an error as its text.
 
         Args:
             tools: the tools of this rollout, by name.
@@ -369,8 +380,8 @@ class ToolCalls:
     def _counted(self, calls: dict[asyncio.Task[Any], str | None]) -> Iterator[None]:
         """Count the calls of a turn as open until the coroutine that awaits them goes on.
 
-        A call ends some passes of the event loop before this coroutine goes on. If the call did not count as open meanwhile,
-        `settled` could miss a rollout whose next request is still to come.
+        A call ends some passes of the event loop before this coroutine goes on. If the call did not count as open
+        meanwhile, `settled` could miss a rollout whose next request is still to come.
         """
         self._open.append(calls)
         try:
@@ -378,7 +389,9 @@ class ToolCalls:
         finally:
             self._open.remove(calls)
 
-    async def _result(self, function: Callable[..., Any], given: Mapping[str, Any], place: Here | Worker | None) -> Any:
+    async def _result(
+        self, function: Callable[..., Any], given: Mapping[str, Any], place: Here | Worker | None
+    ) -> Any:
         what, is_coroutine = name_of(function), is_coroutine_function(function)
         try:
             with waiting(f"the call of {what}", self.timeout):
@@ -402,19 +415,25 @@ class ToolCalls:
         if isinstance(place, Here):
             return f"training was started outside the main thread; start it in the main thread, {otherwise}"
         if place is self.home:
-            return f"with max_staleness, tools and environments run beside the main thread; set max_staleness to 0, {otherwise}"
+            return (
+                f"with max_staleness, tools and environments run beside the main thread; set "
+                f"max_staleness to 0, {otherwise}"
+            )
         return f"it runs in a thread of its own; leave out tool_threads or its own_thread, {otherwise}"
 
     async def settled(self) -> bool:
         """Wait for calls of quick functions. False: no rollout waits for such a call, or has yet to go on after one.
 
-        The driver calls it between two steps of the engine, so that quick calls do not make batches depend on threads: a run with
-        quick tools can be repeated exactly. The engine stands still meanwhile. Therefore a function is not waited for again after
-        one call took longer than 0.3 s, or after the waits were longer than 10 ms per call and 0.5 s in all. Calls in the thread of
-        the engine are always waited for, because the engine cannot go on meanwhile.
+        The driver calls it between two steps of the engine, so that quick calls do not make batches depend on
+        threads: a run with quick tools can be repeated exactly. The engine stands still meanwhile. Therefore a
+        function is not waited for again after one call took longer than 0.3 s, or after the waits were longer than 10
+        ms per call and 0.5 s in all. Calls in the thread of the engine are always waited for, because the engine
+        cannot go on meanwhile.
         """
         # A turn with a slow call goes on when that call ends: nobody waits for its quick calls.
-        turns = [t for t in self._open if all(task.done() or name not in self._slow for task, name in t.items())]
+        turns = [
+            t for t in self._open if all(task.done() or name not in self._slow for task, name in t.items())
+        ]
         if not turns:
             return False
         quick = {task: name for turn in turns for task, name in turn.items() if not task.done()}
@@ -450,7 +469,9 @@ class ToolCalls:
         except TypeError as error:
             return failed_call(name, str(error), ticket=ticket)
         try:
-            content, done = await self._result(self._answering(tool.function, ticket), given, self._place(tool))
+            content, done = await self._result(
+                self._answering(tool.function, ticket), given, self._place(tool)
+            )
         except (TookTooLong, Raised) as error:
             self.failing.note(name_of(tool.function), error)
             return failed_call(name, str(error), error=error, ticket=ticket)
@@ -458,9 +479,11 @@ class ToolCalls:
         return ToolResult(name, content, ticket=done)
 
     def _answering(self, function: Callable[..., Any], ticket: str) -> Callable[..., Any]:
-        """The function with what the model reads of its result, and the ticket of the call beside it. Both are made where the
-        function runs: the first, because making text of a value is the user's code too; the ticket, because it shows which call
-        the result came from."""
+        """The function with what the model reads of its result, and the ticket of the call beside it.
+
+        Both are made where the
+        function runs: the first, because making text of a value is the user's code too; the ticket, because it shows
+        which call the result came from."""
         return giving(function, lambda result: (content_of(result, self.process), ticket))
 
     def close(self) -> None:
@@ -508,7 +531,10 @@ class Failing:
 
 
 def _way_of(error: LockstepError) -> Any:
-    """How a call failed: the kind of its error and the line that raised it. Its text may name a thread or an argument."""
+    """How a call failed: the kind of its error and the line that raised it.
+
+    Its text may name a thread or an argument.
+    """
     cause = error.__cause__
     if not isinstance(error, Raised) or cause is None:
         return type(error)
@@ -522,7 +548,9 @@ def _way_of(error: LockstepError) -> Any:
 
 def _in_words(error: LockstepError) -> str:
     cause = error.__cause__
-    said = f"{type(cause).__name__}: {cause}" if isinstance(error, Raised) and cause is not None else str(error)
+    said = (
+        f"{type(cause).__name__}: {cause}" if isinstance(error, Raised) and cause is not None else str(error)
+    )
     return " ".join(said.split())[:_LONGEST_ERROR]
 
 

@@ -88,14 +88,17 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[None], Future[Any]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[None], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread: threading.Thread | None = None
 
     async def run(self, function: Callable[[], Any], limit: float, what: str) -> Any:
         """The result of `function()`, which begins when the functions before it have ended.
 
         Raises:
-            TookTooLong: the function did not end within `limit` seconds. If it cannot be ended, later ones run in another thread.
+            TookTooLong: the function did not end within `limit` seconds. If it cannot be ended, later ones run in
+                another thread.
             Raised: the function raised an error.
         """
         begun, found = self._ask(lambda: _limited(function, limit, what))
@@ -109,7 +112,9 @@ class Worker:
             raise
 
     def do(self, work: Callable[[], T], limit: float) -> T:
-        """The result of work that belongs into this thread, for another thread that waits for it. Errors keep their type.
+        """The result of work that belongs into this thread, for another thread that waits for it.
+
+        Errors keep their type.
 
         Raises:
             TookTooLong: the work did not end within `limit` seconds.
@@ -186,8 +191,8 @@ def _limited(function: Callable[[], Any], limit: float, what: str) -> Any:
 async def in_loop(function: Callable[[], Awaitable[Any]], limit: float) -> Any:
     """The result of `await function()`, in the loop of the user's coroutine functions. Calls run concurrently.
 
-    It is not the loop that talks to the engine. Therefore a coroutine function that blocks its loop stops no sampling. If a
-    coroutine function blocks the loop for longer than its time limit, later calls get a new loop.
+    It is not the loop that talks to the engine. Therefore a coroutine function that blocks its loop stops no
+    sampling. If a coroutine function blocks the loop for longer than its time limit, later calls get a new loop.
 
     Raises:
         TookTooLong: it did not come within `limit` seconds.

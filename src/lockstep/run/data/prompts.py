@@ -56,26 +56,32 @@ _EMPTY = [{"role": "user", "content": ""}]
 def datasets_of_environment(
     train: Any, evaluation: Any | None, config: OnlineConfig, factory: Any
 ) -> tuple[Any, Any | None]:
-    """The datasets of a run whose environments give the prompts, as in TRL: `reset` adds to the last message, which is then empty.
+    """The datasets of a run whose environments give the prompts, as in TRL:
+
+    `reset` adds to the last message, which is then empty.
 
     Args:
         train, evaluation: datasets, perhaps without a column `prompt`. Without a training dataset every row is empty.
         factory: the `environment_factory`; a mapping is chosen from by the column `environment`.
 
     Raises:
-        InputError: there is no training dataset, and either `max_steps` is not set or the environments are chosen by a column.
+        InputError: there is no training dataset, and either `max_steps` is not set or the environments are chosen by
+            a column.
     """
     if train is None:
         if isinstance(factory, Mapping):
             raise InputError(
-                "environment_factory is a mapping, which requires a `train_dataset` with a column environment: it says which "
+                "environment_factory is a mapping, which requires a `train_dataset` with a column "
+                "environment: it says which "
                 "environment a row has. Give one, or a single environment_factory"
             )
         if config.max_steps <= 0:
             raise InputError("without a train_dataset the environment gives the prompts: set max_steps")
         train = Dataset.from_dict({"prompt": [_EMPTY] * config.prompts_per_generation})
     if isinstance(evaluation, Mapping):
-        return with_empty_prompts(train), {name: with_empty_prompts(data) for name, data in evaluation.items()}
+        return with_empty_prompts(train), {
+            name: with_empty_prompts(data) for name, data in evaluation.items()
+        }
     return with_empty_prompts(train), with_empty_prompts(evaluation)
 
 
@@ -93,8 +99,8 @@ def check_dataset(dataset: Any, name: str) -> None:
         name: of the dataset, for errors: `train`, `eval`, `eval/math`.
 
     Raises:
-        InputError: there is no `prompt` column, a column has the name of an argument of reward functions, there are no rows, or it
-            is not a map-style dataset.
+        InputError: there is no `prompt` column, a column has the name of an argument of reward functions, there are
+            no rows, or it is not a map-style dataset.
     """
     if dataset is None:
         raise InputError("`train_dataset` is required, unless an environment_factory gives the prompts")
@@ -106,7 +112,8 @@ def check_dataset(dataset: Any, name: str) -> None:
         raise InputError(f"the {name} dataset has no 'prompt' column, only {dataset.column_names}")
     if taken := _ARGUMENTS & set(dataset.column_names):
         raise InputError(
-            f"the {name} dataset has a column {min(taken)!r}, which is the name of an argument of reward functions: they would not "
+            f"the {name} dataset has a column {min(taken)!r}, which is the name of an argument of reward "
+            f"functions: they would not "
             "see the column; rename it"
         )
 
@@ -131,18 +138,22 @@ def load_prompts(
         add_special_tokens: whether prompts that are text get the tokenizer's special tokens.
 
     Raises:
-        InputError: a prompt cannot be tokenized, or is too long, or a picture cannot be read. The message names the row.
+        InputError: a prompt cannot be tokenized, or is too long, or a picture cannot be read. The message names the
+            row.
     """
     if images is None and (shown := {"image", "images"} & set(dataset.column_names)):
         # TRL would show the images to the model. If they were ignored, the model would answer without having seen them.
         raise InputError(
-            f"the {name} dataset has a column {min(shown)!r}: images are not supported here, because the model reads none or the "
+            f"the {name} dataset has a column {min(shown)!r}: images are not supported here, because the "
+            f"model reads none or the "
             "run began without any; drop the column"
         )
     prompts, template = [], template_of(tokenizer, chat_template_kwargs) if ids_of is None else None
 
     def ids_alone(row: Any) -> Any:
-        return render_prompt(row["prompt"], tokenizer, template=template, add_special_tokens=add_special_tokens)
+        return render_prompt(
+            row["prompt"], tokenizer, template=template, add_special_tokens=add_special_tokens
+        )
 
     for index, given in enumerate(dataset):
         prompt_id = f"{name}/{index}"
@@ -220,13 +231,15 @@ def read_prompts(
         tell_added(every, tokenizer)
         if (clock := config.template_clock).was_read:
             _logger.info(
-                f"the chat template contains the time: every prompt and turn of this run has {clock.moment:%Y-%m-%d %H:%M:%S}, "
+                f"the chat template contains the time: every prompt and turn of this run has "
+                f"{clock.moment:%Y-%m-%d %H:%M:%S}, "
                 "also after a resume"
             )
     odd = [rank for rank, part in enumerate(parts) if part != parts[0]]
     if odd:
         raise InputError(
-            f"rank {odd[0]} has other prompts than rank 0 ({parts[odd[0]][0]} and {parts[0][0]} of them): give every rank the same "
+            f"rank {odd[0]} has other prompts than rank 0 ({parts[odd[0]][0]} and {parts[0][0]} of them): "
+            f"give every rank the same "
             "dataset, in the same order"
         )
     return found
@@ -235,18 +248,24 @@ def read_prompts(
 def _tell_guarded(prompts: Sequence[Prompt], template: Template | None) -> None:
     """Say how many prompts contain text that looks like a control token."""
     guarded = [
-        p.prompt_id for p in prompts if template and is_conversational(p.source) and template.is_guarded(p.source)
+        p.prompt_id
+        for p in prompts
+        if template and is_conversational(p.source) and template.is_guarded(p.source)
     ]
     if guarded:
         _logger.info(
-            f"in {len(guarded)} of {len(prompts)} prompts ({guarded[0]} first), a message contains text that looks like "
-            "a control token of this tokenizer: it stays text. (TRL makes the control token of it. If you mean the token, give the "
+            f"in {len(guarded)} of {len(prompts)} prompts ({guarded[0]} first), a message contains text that "
+            f"looks like "
+            "a control token of this tokenizer: it stays text. (TRL makes the control token of it. If you "
+            "mean the token, give the "
             "prompt as text instead of messages)"
         )
 
 
 def tell_added(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Warn of prompts that are text and begin with two begin tokens, or end with an end token that their text has not."""
+    """Warn of prompts that are text and begin with two begin tokens, or end with an end token that their text has
+    not.
+    """
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     written = str(tokenizer.eos_token or "")
     texts = [p for p in prompts if isinstance(p.source, str)]
@@ -258,7 +277,8 @@ def tell_added(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) ->
     ):
         if found:
             _logger.warning(
-                f"{len(found)} of {len(prompts)} prompts ({found[0]} first) {what}, as in TRL. If you do not mean that, set "
+                f"{len(found)} of {len(prompts)} prompts ({found[0]} first) {what}, as in TRL. If you do not "
+                f"mean that, set "
                 "add_special_tokens=False"
             )
 
@@ -336,13 +356,16 @@ def check_dispatch(train: Any, evaluation: Any, config: OnlineConfig) -> None:
         return
     if asked.dispatch_batches:
         raise InputError(
-            "Iterable datasets require `dispatch_batches=False`, but it is set to `True` in `accelerator_config`: leave it out"
+            "Iterable datasets require `dispatch_batches=False`, but it is set to `True` in "
+            "`accelerator_config`: leave it out"
         )
     asked.dispatch_batches = False
 
 
 def read_sets(given: Any) -> Any:
-    """What the user gave as `eval_dataset`, with streams read to their end: a dataset, a mapping of datasets by name, or None."""
+    """What the user gave as `eval_dataset`, with streams read to their end: a dataset, a mapping of datasets by name,
+    or None.
+    """
     if isinstance(given, Mapping):
         return {name: read_sets(data) for name, data in given.items()}
     own = with_own_decoder(given) if has_pictures(given) else given
@@ -360,7 +383,9 @@ def named_sets(given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         return {SINGLE: given}
     if not given or not all(isinstance(name, str) and name for name in given):
-        raise InputError(f"eval_dataset has the names {list(given)!r:.80}; give each evaluation set a name, as text")
+        raise InputError(
+            f"eval_dataset has the names {list(given)!r:.80}; give each evaluation set a name, as text"
+        )
     return {f"{SINGLE}/{name}": data for name, data in given.items()}
 
 
@@ -407,15 +432,17 @@ class _Pass:
 
 
 class PromptOrder:
-    """Passes over the prompts, each in its own order. Prompts that do not fill a whole generation are left out of a pass.
+    """Passes over the prompts, each in its own order.
+
+    Prompts that do not fill a whole generation are left out of a pass.
 
     Args:
         names: names of the prompts in the dataset.
         size: prompts per generation.
-        solved_at: mean reward of a group from which its prompt is left out of later passes ("no positive resampling" of ScaleRL,
-            arXiv 2510.13786). None: every pass has all prompts.
-        ahead: number of generations that are begun before the current one is noted. A prompt that is solved in one of them is
-            left out correspondingly later.
+        solved_at: mean reward of a group from which its prompt is left out of later passes ("no positive resampling"
+            of ScaleRL, arXiv 2510.13786). None: every pass has all prompts.
+        ahead: number of generations that are begun before the current one is noted. A prompt that is solved in one of
+            them is left out correspondingly later.
 
     Raises:
         InputError: the dataset does not fill one generation.
@@ -455,7 +482,8 @@ class PromptOrder:
         found = self._pass_of(generation)
         if not found.left:
             raise InputError(
-                f"all prompts but {len(self._names) - self.solved} are solved (no_positive_resampling={self._solved_at}) and one "
+                f"all prompts but {len(self._names) - self.solved} are solved "
+                f"(no_positive_resampling={self._solved_at}) and one "
                 f"generation needs {self.size}: there is nothing left to learn from"
             )
         first = (generation - found.start) * self.size
@@ -502,7 +530,8 @@ class PromptOrder:
         """
         if state.get("ahead", 0) != self._ahead:
             raise InputError(
-                f"the checkpoint is of a run with {state.get('ahead', 0)} generations ahead, this one has {self._ahead}: with "
+                f"the checkpoint is of a run with {state.get('ahead', 0)} generations ahead, this one has "
+                f"{self._ahead}: with "
                 "no_positive_resampling the prompts would differ; use the same max_staleness"
             )
         self.forget()
@@ -510,7 +539,9 @@ class PromptOrder:
 
     def _pass_of(self, generation: int) -> _Pass:
         if self._solved_at is not None and generation > self._noted + self._ahead:
-            raise InputError(f"generation {generation} is asked for before generation {self._noted} was scored")
+            raise InputError(
+                f"generation {generation} is asked for before generation {self._noted} was scored"
+            )
         found = self._pass if self._pass.start <= generation else self._passed(0, 0)
         while found.left and generation >= found.start + len(found.left) // self.size:
             found = self._passed(found.number + 1, found.start + len(found.left) // self.size)

@@ -29,19 +29,23 @@ _logger = logging.getLogger(__name__)
 
 
 def rehearse_functions(
-    entries: Sequence[Any], dataset: Dataset, config: OnlineConfig, environment_of: EnvironmentOf | None = None
+    entries: Sequence[Any],
+    dataset: Dataset,
+    config: OnlineConfig,
+    environment_of: EnvironmentOf | None = None,
 ) -> None:
     """Call the functions in a trainer's `reward_funcs`. Reward models are not called.
 
     Args:
         environment_of: gives an environment for the functions; None if there are no environments.
 
-    If a function raises, the error is only printed, because the made-up text may be the reason. A TypeError is raised, because it
-    usually shows that a function takes other arguments; so is an exception that would end the program (SystemExit).
+    If a function raises, the error is only printed, because the made-up text may be the reason. A TypeError is
+    raised, because it usually shows that a function takes other arguments; so is an exception that would end the
+    program (SystemExit).
 
     Raises:
-        InputError: a function returned a wrong number of scores, or values that are not numbers; or it raised a TypeError or an
-            exception that would end the program.
+        InputError: a function returned a wrong number of scores, or values that are not numbers; or it raised a
+            TypeError or an exception that would end the program.
     """
     functions = [entry for entry in entries if callable(entry) and not isinstance(entry, torch.nn.Module)]
     group = made_up_group(dataset, config)
@@ -86,7 +90,9 @@ def first_state(dataset: Dataset, config: OnlineConfig) -> TrainerState:
     per_epoch = len(dataset) // config.prompts_per_generation * config.optimizer_steps_per_generation
     steps = config.max_steps if config.max_steps > 0 else math.ceil(config.num_train_epochs * per_epoch)
     epochs = math.ceil(steps / max(per_epoch, 1))
-    return TrainerState(epoch=0.0, max_steps=steps, num_train_epochs=epochs, train_batch_size=config.train_batch_size)
+    return TrainerState(
+        epoch=0.0, max_steps=steps, num_train_epochs=epochs, train_batch_size=config.train_batch_size
+    )
 
 
 @contextmanager
@@ -105,7 +111,11 @@ def _text(source: Any) -> str | None:
     """The text of a prompt, or of its last message; None if it is neither text nor messages."""
     if isinstance(source, str):
         return source
-    if not isinstance(source, list) or not source or not all(isinstance(m, dict) and "role" in m for m in source):
+    if (
+        not isinstance(source, list)
+        or not source
+        or not all(isinstance(m, dict) and "role" in m for m in source)
+    ):
         return None
     content = source[-1].get("content")
     return content if isinstance(content, str) else None

@@ -46,7 +46,17 @@ from lockstep.files import as_json, free_name, publish_folder, replace_text, rep
 from lockstep.learn.methods.objective import Objective
 from lockstep.learn.policy import FILE as REFERENCE
 from lockstep.learn.policy import Reference
-from lockstep.report.page.run_record import ABOUT, AFTER, BEFORE, END, METRICS, REPORT, SETTINGS, SHOWN, read_lines
+from lockstep.report.page.run_record import (
+    ABOUT,
+    AFTER,
+    BEFORE,
+    END,
+    METRICS,
+    REPORT,
+    SETTINGS,
+    SHOWN,
+    read_lines,
+)
 from lockstep.run.data.prompts import PromptOrder
 from lockstep.run.files.identity import Changes
 from lockstep.watch.receipt import DIGESTS, RECEIPT, check_chain, lines_up_to, read_log
@@ -88,14 +98,15 @@ def set_damaged_aside(output_dir: str | Path) -> None:
     if damaged and damaged == found:
         names = ", ".join(path.name for path in damaged)
         raise InputError(
-            f"no checkpoint in {output_dir} can be read: {TRAINER_STATE} is damaged or missing in {names}. Nothing was changed. "
+            f"no checkpoint in {output_dir} can be read: {TRAINER_STATE} is damaged or missing in {names}. "
+            f"Nothing was changed. "
             "Put a good copy back to go on. To start from the beginning, move them away, or give another output_dir"
         )
     for path in damaged:
         set_aside(path, f"cannot be read ({TRAINER_STATE} is damaged or missing)")
 
 
-# ---- write --------------------------------------------------------------------------------------------------------------
+# ---- write -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -191,11 +202,14 @@ def clear_places(output_dir: Path) -> None:
             set_aside(output_dir / name, "is a directory, and the run writes a file of this name")
 
 
-# ---- go back ------------------------------------------------------------------------------------------------------------
+# ---- go back
+# ------------------------------------------------------------------------------------------------------------
 
 
 def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
-    """Reset a run to `checkpoint`: remove later checkpoints and later log lines. None: the run starts from the beginning.
+    """Reset a run to `checkpoint`: remove later checkpoints and later log lines.
+
+    None: the run starts from the beginning.
 
     If the receipt names a later checkpoint that is gone, more is lost than a kill can lose. Then the logs are kept
     beside the new ones, and the user is told. Later rollouts go when the run begins, because it may still be refused.
@@ -266,10 +280,15 @@ def keep_logs_of_lost(folder: Path, step: int) -> None:
             with replacing(copy) as file:
                 file.write(path.read_bytes())
             kept.append(copy.name)
-    goes_on = f"goes on from checkpoint-{step} and repeats the steps after it" if step else "starts from the beginning"
+    goes_on = (
+        f"goes on from checkpoint-{step} and repeats the steps after it"
+        if step
+        else "starts from the beginning"
+    )
     names = ", ".join(f"checkpoint-{number}" for number in lost)
     _logger.warning(
-        f"{RECEIPT} names {names}, which cannot be used or is gone; the run {goes_on}. Its logs so far are kept: {', '.join(kept)}"
+        f"{RECEIPT} names {names}, which cannot be used or is gone; the run {goes_on}. Its logs so far are "
+        f"kept: {', '.join(kept)}"
     )
 
 
@@ -296,8 +315,8 @@ def _is_complete(checkpoint: Path) -> bool:
 class ResumableSaves(TrainerCallback):
     """Rounds `save_steps` up to a multiple of the steps per generation, and writes a log before every checkpoint.
 
-    The last checkpoint of a run may be inside a generation, because it holds the final weights. Then there is one more where the
-    last whole generation ends, from which a run can go on.
+    The last checkpoint of a run may be inside a generation, because it holds the final weights. Then there is one
+    more where the last whole generation ends, from which a run can go on.
 
     Args:
         config: the run's configuration.
@@ -323,7 +342,8 @@ class ResumableSaves(TrainerCallback):
         if state.save_steps != wanted and self._owner:
             _logger.info(
                 f"save_steps={args.save_steps:g} is a checkpoint every {wanted} steps, which can fall inside a "
-                f"generation of {self._steps}, where no run can be resumed exactly; there is one every {state.save_steps} instead"
+                f"generation of {self._steps}, where no run can be resumed exactly; there is one every "
+                f"{state.save_steps} instead"
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -361,8 +381,8 @@ class MethodState:
     """The parts of the state that the base class does not save.
 
     Attributes:
-        moving_reference: the reference model, if it follows the policy; else None. A fixed reference model is not saved, because
-            a resumed run creates it again.
+        moving_reference: the reference model, if it follows the policy; else None. A fixed reference model is not
+            saved, because a resumed run creates it again.
         critic: the value head; None if there is none.
         changes: what the user has changed at the trainer.
     """
@@ -374,7 +394,9 @@ class MethodState:
     changes: Changes
 
     def save(self, folder: Path) -> None:
-        """Write the state into a checkpoint, before the base class saves: its last file marks the checkpoint as complete."""
+        """Write the state into a checkpoint, before the base class saves: its last file marks the checkpoint as
+        complete.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         if state := self.objective.state():
             replace_text(folder / OBJECTIVE, json.dumps(state))
@@ -399,7 +421,9 @@ class MethodState:
             )
         if self.order.state():
             self.order.load_state(
-                json.loads(_there(folder / PROMPTS, "the prompts that are solved").read_text(encoding="utf-8"))
+                json.loads(
+                    _there(folder / PROMPTS, "the prompts that are solved").read_text(encoding="utf-8")
+                )
             )
         if (changed := folder / CHANGES).is_file():
             self.changes.load_state(json.loads(changed.read_text(encoding="utf-8")))
@@ -413,7 +437,8 @@ class MethodState:
 def _there(path: Path, what: str) -> Path:
     if not path.is_file():
         raise InputError(
-            f"checkpoint {path.parent} has no {path.name} ({what}): it is of a run with another method or other settings, or was "
+            f"checkpoint {path.parent} has no {path.name} ({what}): it is of a run with another method or "
+            f"other settings, or was "
             "copied in part; resume from one that has the file, or start from the beginning"
         )
     return path
@@ -430,19 +455,22 @@ def check_checkpoint(checkpoint: Path, step: int, receipt: Path) -> dict[str, An
         The last `start` line before the checkpoint's own. It has the inputs of the steps up to the checkpoint.
 
     Raises:
-        InputError: the receipt is missing, empty, cut or changed; a file of the checkpoint is missing, changed, or foreign; or the
-            checkpoint holds only the model. The message has the remedy that loses the least.
+        InputError: the receipt is missing, empty, cut or changed; a file of the checkpoint is missing, changed, or
+            foreign; or the checkpoint holds only the model. The message has the remedy that loses the least.
     """
     what = f"the run in {checkpoint.parent} cannot go on: "
     if not any((checkpoint / name).exists() for name in (DIGESTS, "optimizer.pt")):
         raise InputError(
-            f"{what}{checkpoint.name} holds only the model (save_only_model), and no optimizer state. Nothing was changed. Give "
+            f"{what}{checkpoint.name} holds only the model (save_only_model), and no optimizer state. Nothing "
+            f"was changed. Give "
             "the checkpoint as the model of a new run, with another output_dir"
         )
     try:
         return _checked(checkpoint, step, receipt)
     except InputError as error:
-        raise InputError(f"{what}{error}. Nothing was changed. {_remedy(checkpoint, step, receipt)}") from error
+        raise InputError(
+            f"{what}{error}. Nothing was changed. {_remedy(checkpoint, step, receipt)}"
+        ) from error
 
 
 def _checked(checkpoint: Path, step: int, receipt: Path) -> dict[str, Any]:
@@ -471,7 +499,8 @@ def _remedy(checkpoint: Path, step: int, receipt: Path) -> str:
                 f"mv {quote(str(checkpoint))} {quote(str(aside))}"
             )
     return (
-        "No earlier checkpoint is whole. Put a good copy back, or give another output_dir to start from the beginning"
+        "No earlier checkpoint is whole. Put a good copy back, or give another output_dir to start from "
+        "the beginning"
     )
 
 
@@ -489,7 +518,9 @@ def optimizer_lines(receipt: Path, step: int) -> list[dict[str, Any]]:
     Changes that were written after the checkpoint are not in it.
     """
     entries = [json.loads(line) for line in lines_up_to(read_log(receipt), step)]
-    return [entry for entry in _before_checkpoint(entries, step) or () if entry["kind"] in ("start", "optimizer")]
+    return [
+        entry for entry in _before_checkpoint(entries, step) or () if entry["kind"] in ("start", "optimizer")
+    ]
 
 
 def _before_checkpoint(entries: list[dict[str, Any]], step: int) -> list[dict[str, Any]] | None:
@@ -501,8 +532,8 @@ def _before_checkpoint(entries: list[dict[str, Any]], step: int) -> list[dict[st
 def restore_metrics(folder: Path, checkpoint: Path, step: int) -> None:
     """Write `metrics.jsonl` again if its lines up to the checkpoint are not those that the run has logged.
 
-    The checkpoint's trainer state has the same lines, and its digest is in the receipt. A file that differs is kept beside
-    the new one, and the user is told. Lines may have more entries, which a callback of the user's has added.
+    The checkpoint's trainer state has the same lines, and its digest is in the receipt. A file that differs is kept
+    beside the new one, and the user is told. Lines may have more entries, which a callback of the user's has added.
     """
     history = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8")).get("log_history", [])
     wanted = [{"step": entry["step"], **entry} for entry in history if is_metric(entry)]

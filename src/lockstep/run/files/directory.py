@@ -102,7 +102,9 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 @contextmanager
 def locked(folder: Path, alone: str = "") -> Iterator[None]:
-    """Hold the lock of a directory. This process may hold it several times, because a trainer holds it within a command.
+    """Hold the lock of a directory.
+
+    This process may hold it several times, because a trainer holds it within a command.
 
     Args:
         alone: what this process does in the block, if it may do so only once at a time: "command" or "trainer".
@@ -146,7 +148,9 @@ def _take(file: IO[str], folder: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise Occupied(f"another process is running in {folder}; wait for it, or give another output_dir") from error
+        raise Occupied(
+            f"another process is running in {folder}; wait for it, or give another output_dir"
+        ) from error
     except OSError as error:
         _logger.warning(
             f"the file system of {folder} has no locks ({error.strerror}): make sure yourself that no other process "
@@ -165,8 +169,8 @@ class RunPlace:
     """The directory that a run writes to, and the checkpoint from which it continues (None: from the start).
 
     Attributes:
-        start: the `start` line of the checkpoint's receipt. The checkpoint was compared with its digests when it was read. None on
-            ranks that have not read it.
+        start: the `start` line of the checkpoint's receipt. The checkpoint was compared with its digests when it was
+            read. None on ranks that have not read it.
     """
 
     folder: Path
@@ -181,8 +185,8 @@ def open_run(output_dir: str | Path, settings: dict[str, Any]) -> Iterator[RunPl
     The lock is released at the end of the context, and also when the process ends in any way, for example by a kill.
 
     Raises:
-        InputError: another process runs in the directory, the directory holds an interrupted run with other settings, or its
-            files cannot be read.
+        InputError: another process runs in the directory, the directory holds an interrupted run with other settings,
+            or its files cannot be read.
     """
     settings = without_secrets(json.loads(json.dumps(settings, default=str)))
     while True:
@@ -220,7 +224,9 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
     set_damaged_aside(folder)
     checkpoint, start = last_checkpoint(folder), None
     if checkpoint is not None and not known.exists() and not (checkpoint / SETTINGS).exists():
-        raise InputError(f"{folder} holds checkpoints of something else (no {SETTINGS}); give another output_dir")
+        raise InputError(
+            f"{folder} holds checkpoints of something else (no {SETTINGS}); give another output_dir"
+        )
     clear_places(folder)
     if checkpoint is not None:
         earlier = _settings_in(folder, checkpoint)
@@ -228,7 +234,8 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
             what = ", ".join(f"{k} was {earlier.get(k)!r}, is {settings.get(k)!r}" for k in changed[:5])
             advice = memory_advice(changed) + device_advice(changed, earlier)
             raise InputError(
-                f"{folder} holds an interrupted run with other settings ({what}). {advice}Give another output_dir, or delete it"
+                f"{folder} holds an interrupted run with other settings ({what}). {advice}Give another "
+                f"output_dir, or delete it"
             )
         start = check_checkpoint(checkpoint, checkpoint_step(checkpoint), folder / RECEIPT)
         restore_metrics(folder, checkpoint, checkpoint_step(checkpoint))
@@ -249,7 +256,9 @@ def _place(wanted: Path, settings: dict[str, Any]) -> Path:
 
 
 def _is_finished(folder: Path) -> bool:
-    """Whether a run has ended there. A summary that cannot be read does not count if the run has a checkpoint: it is written again.
+    """Whether a run has ended there.
+
+    A summary that cannot be read does not count if the run has a checkpoint: it is written again.
 
     Raises:
         InputError: the summary cannot be read, and there is nothing from which the run could continue.
@@ -312,7 +321,8 @@ def _settings_in(folder: Path, checkpoint: Path) -> dict[str, Any]:
             )
         return found
     raise InputError(
-        f"{folder / SETTINGS} cannot be read ({troubles[0]}), nor can its copy in {checkpoint.name}, so that nobody can tell "
+        f"{folder / SETTINGS} cannot be read ({troubles[0]}), nor can its copy in {checkpoint.name}, so that "
+        f"nobody can tell "
         "whether the run there is this one; give another output_dir"
     ) from troubles[0]
 
@@ -343,7 +353,9 @@ def about_run(
         "data": dict(data),
         "settings": settings,
         "chosen": [
-            f.name for f in fields(config) if not is_bookkeeping(f.name) and _is_chosen(f, getattr(config, f.name))
+            f.name
+            for f in fields(config)
+            if not is_bookkeeping(f.name) and _is_chosen(f, getattr(config, f.name))
         ],
         "versions": versions(),
         "machine": {
@@ -366,7 +378,8 @@ CLOCK = "clock of chat templates"
 def clock_of_run(config: OnlineConfig) -> TemplateClock:
     """The clock of the run whose checkpoint the config names or its directory holds; without a checkpoint, of now.
 
-    A receipt that cannot be read, or that an older Lockstep wrote, gives no time. Whether the run may go on is checked later.
+    A receipt that cannot be read, or that an older Lockstep wrote, gives no time. Whether the run may go on is
+    checked later.
     """
     asked = config.resume_from_checkpoint
     named = isinstance(asked, str | Path) and (Path(asked) / RECEIPT).is_file()

@@ -40,8 +40,14 @@ from lockstep.watch.settings import SettingsProof
 # What the receipt calls the weights under an adapter.
 BASE = "weights of the base model"
 # Sizes that users of other libraries change when memory is short.
-_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
-# A run may become longer. Its steps so far equal those of the longer run, unless the learning rate depends on the length.
+_SIZES = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+)
+# A run may become longer. Its steps so far equal those of the longer run, unless the learning rate depends on the
+# length.
 _MAY_GROW = ("max_steps", "num_train_epochs")
 
 
@@ -50,26 +56,37 @@ def bookkeeping(kind: type = OnlineConfig) -> set[str]:
 
     All other fields are part of the run's identity.
     """
-    own = {*with_key(kind, "bookkeeping"), *(name for name, said in INHERITED.items() if "bookkeeping" in said)}
+    own = {
+        *with_key(kind, "bookkeeping"),
+        *(name for name, said in INHERITED.items() if "bookkeeping" in said),
+    }
     return own.union(*map(bookkeeping, kind.__subclasses__()))
 
 
 def is_bookkeeping(name: str) -> bool:
-    """Whether a field may change when a run continues. This includes fields that hold a secret: they are never stored."""
+    """Whether a field may change when a run continues.
+
+    This includes fields that hold a secret: they are never stored.
+    """
     return name in bookkeeping() or is_secret_name(name)
 
 
 def curve_settings(config: OnlineConfig) -> dict[str, Any]:
-    """The fields that decide what a run learns, without secrets. A run can continue only with the same values, or with more steps
+    """The fields that decide what a run learns, without secrets.
+
+    A run can continue only with the same values, or with more steps
     or epochs. A token is not one of them: a run may go on with another one, or with none."""
-    kept = without_secrets({name: value for name, value in asdict(config).items() if not is_bookkeeping(name)})
+    kept = without_secrets(
+        {name: value for name, value in asdict(config).items() if not is_bookkeeping(name)}
+    )
     return kept | ({"processes": config.world_size} if config.world_size > 1 else {})
 
 
 def model_inputs(
     policy: Any, tokenizer: Any, end_ids: tuple[int, ...], images: Any, reference: Any, *, own: bool
 ) -> dict[str, dict[str, Any]]:
-    """What a run takes of models that its checkpoints do not bring back: the meaning of their files, and digests of weights.
+    """What a run takes of models that its checkpoints do not bring back: the meaning of their files, and digests of
+    weights.
 
     Args:
         policy: the model that will be trained, as it was loaded.
@@ -88,9 +105,13 @@ def model_inputs(
 
 
 def run_inputs(
-    data: Mapping[str, Sequence[Prompt]], code: Mapping[str, Any], config: OnlineConfig, model: Mapping[str, Any]
+    data: Mapping[str, Sequence[Prompt]],
+    code: Mapping[str, Any],
+    config: OnlineConfig,
+    model: Mapping[str, Any],
 ) -> dict[str, dict[str, Any]]:
-    """What a run learns from, for its receipt: digests of its data and of the user's code, its settings, model and surroundings.
+    """What a run learns from, for its receipt: digests of its data and of the user's code, its settings, model and
+    surroundings.
 
     Args:
         data: the prompts of each part of the data.
@@ -107,7 +128,9 @@ def run_inputs(
             if one is not None:
                 name = getattr(one, "__name__", type(one).__name__)
                 digest = code_digest(one)
-                found[f"{kind} {name}" + (f" ({place + 1})" if f"{kind} {name}" in found else "")] = digest.objects
+                found[f"{kind} {name}" + (f" ({place + 1})" if f"{kind} {name}" in found else "")] = (
+                    digest.objects
+                )
                 files |= digest.files
                 if isinstance(one, RewardModel):
                     own |= {
@@ -143,7 +166,9 @@ def has_other_base(starts: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) 
 
 
 def changed_fields(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Names of the fields that must be equal in two runs and are not. `method` is first, because methods differ in their fields.
+    """Names of the fields that must be equal in two runs and are not.
+
+    `method` is first, because methods differ in their fields.
 
     Args:
         earlier: the content of `run.json`. An older version of Lockstep may have stored more fields in it, and secrets.
@@ -269,7 +294,8 @@ class Changes:
                 )
             if not objective.uses_reference or value == 0.0:
                 raise InputError(
-                    f"trainer.beta={value:g}: whether there is a reference model is decided when the trainer is made, and beta was "
+                    f"trainer.beta={value:g}: whether there is a reference model is decided when the trainer "
+                    f"is made, and beta was "
                     f"{before:g} then; set beta in the config"
                 )
         setattr(config, field, value)

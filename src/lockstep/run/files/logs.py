@@ -45,7 +45,9 @@ def send_completions(rows: Sequence[Row], step: int, callbacks: Iterable[Trainer
             wandb = importlib.import_module("wandb")
             if wandb.run is not None:
                 # The figures that follow commit the step.
-                wandb.log({NAME: wandb.Table(columns=columns, data=data, allow_mixed_types=True)}, commit=False)
+                wandb.log(
+                    {NAME: wandb.Table(columns=columns, data=data, allow_mixed_types=True)}, commit=False
+                )
         elif isinstance(callback, TrackioCallback):
             trackio = importlib.import_module("trackio")
             trackio.log({NAME: trackio.Table(columns=columns, data=data)})
@@ -54,7 +56,9 @@ def send_completions(rows: Sequence[Row], step: int, callbacks: Iterable[Trainer
 
 
 def table_of(rows: Sequence[Row], step: int) -> tuple[list[str], list[list[Any]]]:
-    """Column names and cells, in TRL's order: `step`, `prompt`, `completion`, the scores, the extra values, `advantage`.
+    """Column names and cells, in TRL's order:
+
+    `step`, `prompt`, `completion`, the scores, the extra values, `advantage`.
 
     Prompts that are messages, and extra values that are neither text nor number, become JSON. A missing score is None.
     """
@@ -98,12 +102,22 @@ def _markdown(value: Any) -> str:
 
 
 def rows_of(generation: Generation) -> list[Row]:
-    """One row per rollout. Its advantage is the mean over its tokens: in some methods each token has another advantage."""
+    """One row per rollout.
+
+    Its advantage is the mean over its tokens: in some methods each token has another advantage.
+    """
     advantages: dict[str, list[float]] = {}
     for own in rollouts_of([s for batch in generation.micro_batches for s in batch]):
         advantages[own[0].rollout or own[0].name] = [a for s in own for a in s.advantages.tolist()]
     return [
-        Row(group.prompt.source, r.text, r.scores, _mean(advantages.get(str(r.key), [])), r.extra, r.finish_reasons)
+        Row(
+            group.prompt.source,
+            r.text,
+            r.scores,
+            _mean(advantages.get(str(r.key), [])),
+            r.extra,
+            r.finish_reasons,
+        )
         for group in generation.groups
         for r in group.rollouts
     ]
@@ -116,7 +130,8 @@ def _mean(values: list[float]) -> float:
 def show_generation(
     generation: Generation | None, config: OnlineConfig, step: int, callbacks: Sequence[TrainerCallback]
 ) -> None:
-    """Print the completions of a generation that `config` asks for, and send its table to the trackers among `callbacks`.
+    """Print the completions of a generation that `config` asks for, and send its table to the trackers among
+    `callbacks`.
 
     As in TRL, `num_completions_to_print` is about what is printed; trackers get all rows.
     """
@@ -168,8 +183,13 @@ class StepLog:
         return list(self.noted.get(name, ()))
 
     def take(self, clock: PhaseClock) -> dict[str, float]:
-        """Means and sums of the notes, and seconds: `time/…` per phase, and `step_time` per step. Then clear the notes."""
-        figures = self.taken = {name: self._figure(name, values) for name, values in self.noted.items() if values}
+        """Means and sums of the notes, and seconds:
+
+        `time/…` per phase, and `step_time` per step. Then clear the notes.
+        """
+        figures = self.taken = {
+            name: self._figure(name, values) for name, values in self.noted.items() if values
+        }
         seconds, steps = clock.take(), len(self.noted.get(_OF_A_STEP, ()))
         self.noted.clear()
         times = {f"time/{name}": value for name, value in seconds.items()}

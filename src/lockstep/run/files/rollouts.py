@@ -76,8 +76,8 @@ def keep_rollouts(
 def thin_out(run: Path, limit: float) -> None:
     """Remove files until the run's rollouts have at most `limit` gigabytes.
 
-    The first and the last file stay. Of the others, the one whose neighbors are closest together goes first. So the files that
-    stay are spread over the training.
+    The first and the last file stay. Of the others, the one whose neighbors are closest together goes first. So the
+    files that stay are spread over the training.
     """
     files = rollout_files(run)
     sizes = {step: path.stat().st_size for step, path in files}
@@ -139,8 +139,13 @@ def _columns(generation: Generation, policy_logps: Scores, step: int) -> dict[st
         "weight_versions": _lists([b.weight_versions for b in branches], np.int32),
         "advantages": _lists(spread(found), np.float32),
         "advantage": pa.array([means.get(str(rollout.key)) for rollout in rollouts], pa.float64()),
-        "reward": pa.array([rollout.reward if rollout.scored else None for rollout in rollouts], pa.float64()),
-        **{f"{SCORE}{name}": pa.array([_number(r.scores.get(name)) for r in rollouts], pa.float64()) for name in names},
+        "reward": pa.array(
+            [rollout.reward if rollout.scored else None for rollout in rollouts], pa.float64()
+        ),
+        **{
+            f"{SCORE}{name}": pa.array([_number(r.scores.get(name)) for r in rollouts], pa.float64())
+            for name in names
+        },
         "extra": _texts([_json(dict(rollout.extra)) for rollout in rollouts]),
         "finish_reason": pa.array([b.finish_reason for b in branches]),
         "finish_reasons": pa.array([[t.finish_reason for t in own] for own in turns], pa.list_(pa.string())),
@@ -155,7 +160,9 @@ def _means(rollouts: Iterable[Rollout], advantages: Mapping[str, Reals]) -> dict
     for rollout in rollouts:
         own = [advantages[str(b.key)] for b in rollout.branches if str(b.key) in advantages]
         if own:
-            means[str(rollout.key)] = float(sum(float(a.sum(dtype=np.float64)) for a in own) / sum(map(len, own)))
+            means[str(rollout.key)] = float(
+                sum(float(a.sum(dtype=np.float64)) for a in own) / sum(map(len, own))
+            )
     return means
 
 
@@ -163,7 +170,8 @@ def _once(rows: Sequence[tuple[RolloutGroup, Any, Any, Any]]) -> list[str]:
     """The prompt of each row as JSON. It is made once per group."""
     made: dict[int, str] = {}
     return [
-        made.get(id(group)) or made.setdefault(id(group), json.dumps(group.prompt.source, default=kind_in_json))
+        made.get(id(group))
+        or made.setdefault(id(group), json.dumps(group.prompt.source, default=kind_in_json))
         for group, *_ in rows
     ]
 
@@ -211,10 +219,10 @@ def shown_rollout(
 ) -> dict[str, Any]:
     """One rollout: `name`, `reward` (None: it has none), `failed`, `finish_reasons`, `calls`, `images`, and `branches`.
 
-    A branch has its `prompt` as text, its `finish_reason`, `left_out` (the number of ids after the last shown one) and `spans`. A
-    sampled span is one turn. It has `tokens`, `gaps` and `advantages` with one value per token (None: they are not known), and the
-    `finish_reason` of the turn. An inserted span has `text`. `images` are small copies of those that tools gave, if they are
-    wanted.
+    A branch has its `prompt` as text, its `finish_reason`, `left_out` (the number of ids after the last shown one)
+    and `spans`. A sampled span is one turn. It has `tokens`, `gaps` and `advantages` with one value per token (None:
+    they are not known), and the `finish_reason` of the turn. An inserted span has `text`. `images` are small copies
+    of those that tools gave, if they are wanted.
     """
     return {
         "name": str(rollout.key),
@@ -247,14 +255,18 @@ def shown_generation(
 
     Args:
         policy_logps: log-probs of the trainer, by name of the branch; branches may be missing.
-        failed: whether a proof has failed on it. Then the group has the largest gap; else it is the first whose rewards differ.
+        failed: whether a proof has failed on it. Then the group has the largest gap; else it is the first whose
+            rewards differ.
         images: whether small copies of the images that tools gave are wanted.
 
     Returns:
-        `step`: the optimizer step that learns from them first. `failed`. `rewards`: of the whole group. `rollouts`: as of
+        `step`: the optimizer step that learns from them first. `failed`. `rewards`: of the whole group. `rollouts`:
+            as of
         `shown_rollout`.
     """
-    advantages = {s.name: s.advantages for batch in generation.micro_batches for s in batch if len(s.advantages)}
+    advantages = {
+        s.name: s.advantages for batch in generation.micro_batches for s in batch if len(s.advantages)
+    }
 
     def gaps(branch: Completion) -> list[float] | None:
         own = policy_logps.get(str(branch.key))
@@ -278,7 +290,9 @@ def shown_generation(
         "step": generation.version + 1,
         "failed": failed,
         "rewards": [rollout.reward if rollout.scored else None for rollout in group.rollouts],
-        "rollouts": [shown_rollout(r, tokenizer, gaps, learned, images=images) for r in rollouts[:_SHOWN_ROLLOUTS]],
+        "rollouts": [
+            shown_rollout(r, tokenizer, gaps, learned, images=images) for r in rollouts[:_SHOWN_ROLLOUTS]
+        ],
     }
 
 
@@ -295,7 +309,8 @@ def live_sample(group: RolloutGroup | None) -> tuple[float, list[tuple[str, str]
         return rollout.reward, [(f"sample, {rollout.finish_reason}", rollout.text)]
     reasons = iter(rollout.notes.get("finish_reasons") or ())
     return rollout.reward, [
-        _said(message, next(reasons, None) if message["role"] == "assistant" else None) for message in messages
+        _said(message, next(reasons, None) if message["role"] == "assistant" else None)
+        for message in messages
     ]
 
 
@@ -375,10 +390,13 @@ def save_evaluation(
 def proven_evaluation(path: Path, receipt: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A saved evaluation, as the run wrote it; empty if there is none.
 
-    A file that cannot be read or was changed is renamed, and the user is told. Then the metrics are those of the receipt's
-    line (`evaluation_line`). A run of an earlier version has no such line: its file is taken if it can be read.
+    A file that cannot be read or was changed is renamed, and the user is told. Then the metrics are those of the
+    receipt's line (`evaluation_line`). A run of an earlier version has no such line: its file is taken if it can be
+    read.
     """
-    line = next((e for e in reversed(receipt) if e.get("kind") == EVALUATION and e.get("file") == path.name), None)
+    line = next(
+        (e for e in reversed(receipt) if e.get("kind") == EVALUATION and e.get("file") == path.name), None
+    )
     text = _text(path)
     found = _evaluation(text)
     restored = line and as_json({"metrics": line["metrics"], "rollouts": [], "turns": []}, indent=1) + "\n"
@@ -394,13 +412,22 @@ def proven_evaluation(path: Path, receipt: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def evaluation_line(path: Path, step: int) -> dict[str, Any] | None:
-    """The receipt's line of a saved evaluation: its metrics, and the digest of its file. None: there is no such file."""
+    """The receipt's line of a saved evaluation: its metrics, and the digest of its file.
+
+    None: there is no such file.
+    """
     text = _text(path)
     found = _evaluation(text)
     if not found:
         return None
     digest = text_digest(text or "")
-    return {"kind": EVALUATION, "step": step, "file": path.name, "digest": digest, "metrics": found["metrics"]}
+    return {
+        "kind": EVALUATION,
+        "step": step,
+        "file": path.name,
+        "digest": digest,
+        "metrics": found["metrics"],
+    }
 
 
 def _text(path: Path) -> str | None:

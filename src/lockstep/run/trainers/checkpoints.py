@@ -58,17 +58,20 @@ from lockstep.weights.source import PlainSource
 
 _logger = logging.getLogger(__name__)
 
-_WHAT_NOW = "Nothing was changed. Put a good copy back, or rename this checkpoint to go on from the one before"
+_WHAT_NOW = (
+    "Nothing was changed. Put a good copy back, or rename this checkpoint to go on from the one before"
+)
 
 
 class WholeCheckpoints(Trainer):
     """Checks each file of a checkpoint when the base class reads it, and writes digests when the base class writes it.
 
     Attributes:
-        inputs: the run's data, code and settings (`run/files/identity.py`), for the receipt; empty on ranks without the engine.
+        inputs: the run's data, code and settings (`run/files/identity.py`), for the receipt; empty on ranks without
+            the engine.
         resumed_from: the checkpoint from which this call of `train` goes on; None: it starts from the beginning.
-        checked: a checkpoint that was compared with its digests just now, and the `start` line of its receipt. The next `train`
-            goes on from it; without it, `train` compares the checkpoint itself.
+        checked: a checkpoint that was compared with its digests just now, and the `start` line of its receipt. The
+            next `train` goes on from it; without it, `train` compares the checkpoint itself.
     """
 
     ranks: Ranks
@@ -90,7 +93,8 @@ class WholeCheckpoints(Trainer):
         raise NotImplementedError
 
     def check_resume(self, asked: Any) -> None:
-        """Check the checkpoint that `train(resume_from_checkpoint=…)` names, and that the run's inputs are those of then.
+        """Check the checkpoint that `train(resume_from_checkpoint=…)` names, and that the run's inputs are those of
+        then.
 
         Raises:
             InputError: there is no whole checkpoint, it is not as the run wrote it, or an input has changed.
@@ -99,7 +103,8 @@ class WholeCheckpoints(Trainer):
         if not asked:
             if (clock := self.args.template_clock).is_earlier and clock.was_read and self.ranks.owner:
                 _logger.warning(
-                    f"the chat template contains the time, and the prompts have that of the earlier run in {self.args.output_dir} "
+                    f"the chat template contains the time, and the prompts have that of the earlier run in "
+                    f"{self.args.output_dir} "
                     f"({clock.moment:%Y-%m-%d %H:%M:%S}): give another output_dir for a new run of today"
                 )
             return
@@ -114,7 +119,9 @@ class WholeCheckpoints(Trainer):
                 receipt = folder / RECEIPT
             known, self.checked = self.checked, None
             start = (
-                known[1] if known and known[0] == folder else check_checkpoint(folder, checkpoint_step(folder), receipt)
+                known[1]
+                if known and known[0] == folder
+                else check_checkpoint(folder, checkpoint_step(folder), receipt)
             )
             earlier = start["inputs"]
             changed = [
@@ -122,7 +129,9 @@ class WholeCheckpoints(Trainer):
                 *changed_fields(earlier["settings"], self.inputs["settings"]),
             ]
             hint = (
-                other_time(earlier, self.args.template_clock, folder) if earlier["data"] != self.inputs["data"] else ""
+                other_time(earlier, self.args.template_clock, folder)
+                if earlier["data"] != self.inputs["data"]
+                else ""
             )
             hint += memory_advice(changed) + device_advice(changed, earlier["settings"])
             check_inputs(changed, accept=self.args.resume_with_changes, hint=hint)
@@ -181,12 +190,15 @@ class WholeCheckpoints(Trainer):
         assert passes is not None
         check_shards(self.ranks, [*self.trained_by_name().values()], self.state.global_step)
         self.ranks.share(
-            "shards", lambda: guarded(lambda: write_shards(folder / SHARDS, self._named(), self._inner(), passes))
+            "shards",
+            lambda: guarded(lambda: write_shards(folder / SHARDS, self._named(), self._inner(), passes)),
         )
         (self._digests, *_) = self.ranks.share("digests", lambda: dict(self._memory()))
 
     def _named(self) -> dict[str, Any]:
-        named = {f"{title}.{n}": p for title, m in self.trained_by_name().items() for n, p in m.named_parameters()}
+        named = {
+            f"{title}.{n}": p for title, m in self.trained_by_name().items() for n, p in m.named_parameters()
+        }
         # The base of an adapter is not in a checkpoint.
         adapted = is_adapted(self.trained_by_name()["policy"])
         return {name: p for name, p in named.items() if p.requires_grad or not adapted}
@@ -196,7 +208,10 @@ class WholeCheckpoints(Trainer):
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model for `from_pretrained`. Where it is sharded, every rank calls, and the owner collects the weights."""
+        """Write the model for `from_pretrained`.
+
+        Where it is sharded, every rank calls, and the owner collects the weights.
+        """
         if self.ranks.passes is None:
             # A save of a checkpoint has more to say (`guarded_save`).
             folder = Path(output_dir or self.args.output_dir or ".")
@@ -263,7 +278,9 @@ class WholeCheckpoints(Trainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _name_best(self) -> bool:
-        """Let the trainer's state name the best checkpoint by its final place; returns whether the state has changed."""
+        """Let the trainer's state name the best checkpoint by its final place; returns whether the state has
+        changed.
+        """
         best = self.state.best_model_checkpoint
         if best is None or Path(best).parent.name != UNFINISHED:
             return False
@@ -302,15 +319,21 @@ class WholeCheckpoints(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             if checkpoint is not None and self.ranks.passes is not None:
                 read_optimizer(Path(checkpoint) / SHARDS, self._named(), self._inner())
-                self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+                self.lr_scheduler.load_state_dict(
+                    torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
+                )
         if checkpoint is not None:
             (memory, *_) = (
-                self.ranks.share("loaded", lambda: dict(self._memory())) if self.ranks.passes else (self._memory(),)
+                self.ranks.share("loaded", lambda: dict(self._memory()))
+                if self.ranks.passes
+                else (self._memory(),)
             )
             check_loaded(Path(checkpoint), memory, self._taken_anew(memory))
 
     def _taken_anew(self, memory: Mapping[str, str]) -> list[str]:
-        """Names of the tensors of another base under the adapter, which the user has asked for (`resume_with_changes`)."""
+        """Names of the tensors of another base under the adapter, which the user has asked for
+        (`resume_with_changes`).
+        """
         if not self._has_other_base:
             return []
         saved = self._named()
@@ -339,11 +362,14 @@ def _named(asked: Any, output_dir: str | None) -> Path:
         found = None if output_dir is None else last_checkpoint(output_dir)
         if found is None:
             raise InputError(
-                f"resume_from_checkpoint: there is no checkpoint in {output_dir}; leave it out to start from the beginning"
+                f"resume_from_checkpoint: there is no checkpoint in {output_dir}; leave it out to start from "
+                f"the beginning"
             )
         return found
     if not isinstance(asked, str | Path):
-        raise InputError(f"resume_from_checkpoint is {asked!r:.80}; it must be True or the directory of a checkpoint")
+        raise InputError(
+            f"resume_from_checkpoint is {asked!r:.80}; it must be True or the directory of a checkpoint"
+        )
     if not (Path(asked) / TRAINER_STATE).is_file():
         raise InputError(f"resume_from_checkpoint: {asked} is not a checkpoint (it has no {TRAINER_STATE})")
     return Path(asked)

@@ -75,8 +75,9 @@ def rollout_tools(
     """The tools and environments of a trainer, or its agents; None if it has none.
 
     Raises:
-        InputError: as in `RolloutTools`; the agent is none; or a `rollout_func` is given beside them, with generations ahead,
-            or with filters that need kept ids; or an agent beside others; or a setting counts the tokens of one call to the engine.
+        InputError: as in `RolloutTools`; the agent is none; or a `rollout_func` is given beside them, with
+            generations ahead, or with filters that need kept ids; or an agent beside others; or a setting counts the
+            tokens of one call to the engine.
     """
     acting = bool(tools) or environment_factory is not None
     if agent is not None:
@@ -94,13 +95,16 @@ def rollout_tools(
             )
         for name in ("max_staleness", "max_thinking_length"):
             if getattr(config, name):
-                raise InputError(f"{name}={getattr(config, name)} is not supported with rollout_func; leave it out")
+                raise InputError(
+                    f"{name}={getattr(config, name)} is not supported with rollout_func; leave it out"
+                )
         # The bound on kept ids filters nothing by itself.
         plain = FilterFields(max_kept_ids=config.max_kept_ids).filter_values()
         if config.bad_words or config.filter_values() != plain:
             # The trainer would have to know which tokens each of the function's calls could sample.
             raise InputError(
-                "rollout_func is supported with temperature and stop_strings only; leave top_p, top_k, min_p, penalties and "
+                "rollout_func is supported with temperature and stop_strings only; leave top_p, top_k, min_p, "
+                "penalties and "
                 "structured outputs out"
             )
     if not acting:
@@ -114,22 +118,31 @@ def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> 
     """Refuse a reference model that is the policy itself, is not used, or cannot follow the policy.
 
     Raises:
-        InputError: the reference is the policy itself; `beta` is 0; or `sync_ref_model` is set and an adapter is trained.
+        InputError: the reference is the policy itself; `beta` is 0; or `sync_ref_model` is set and an adapter is
+            trained.
     """
     if ref_model is not None and ref_model is model:
-        raise InputError("ref_model is the model that is trained; leave it out to use a copy of it as it is now")
+        raise InputError(
+            "ref_model is the model that is trained; leave it out to use a copy of it as it is now"
+        )
     if ref_model is not None and not args.beta:
-        raise InputError("ref_model is given, and beta=0.0 leaves it unused; set beta, or leave ref_model out")
+        raise InputError(
+            "ref_model is given, and beta=0.0 leaves it unused; set beta, or leave ref_model out"
+        )
     adapted = peft_config is not None or (not isinstance(model, str) and is_adapted(model))
     if getattr(args, "sync_ref_model", False) and adapted:
-        raise InputError("sync_ref_model needs a reference model of its own; with an adapter it is the base model")
+        raise InputError(
+            "sync_ref_model needs a reference model of its own; with an adapter it is the base model"
+        )
 
 
 def router_coefficient(model: PreTrainedModel, args: Any) -> float:
-    """The weight of the auxiliary loss of a mixture of experts: the user's, or the model's own, as in TRL. 0: there is none.
+    """The weight of the auxiliary loss of a mixture of experts: the user's, or the model's own, as in TRL. 0: there
+    is none.
 
     Raises:
-        InputError: the user asks for the loss, and the model has no routers; or the loss of the model's routers is another one.
+        InputError: the user asks for the loss, and the model has no routers; or the loss of the model's routers is
+            another one.
     """
     inner, given = causal_model(model), args.router_aux_loss_coef
     config = inner.config.get_text_config()
@@ -161,7 +174,9 @@ def needs_plain_rows(models: Sequence[PreTrainedModel], max_length: int) -> bool
     """Whether one of the models cannot attend within a tree. If so, prints that prompts are not shared."""
     reasons = [why for model in models if (why := why_plain_rows(causal_model(model), max_length))]
     if reasons:
-        _logger.info(f"the model learns from one row per completion, and prompts are not shared: {reasons[0]}")
+        _logger.info(
+            f"the model learns from one row per completion, and prompts are not shared: {reasons[0]}"
+        )
     return bool(reasons)
 
 
@@ -189,15 +204,20 @@ def check_kinds(model: Any, tokenizer: Any, callbacks: Any, optimizers: Any, eng
     check_model_kind(model)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise InputError(
-            f"processing_class is a {_kind(tokenizer)}; it must be a tokenizer of transformers, or a processor with a tokenizer"
+            f"processing_class is a {_kind(tokenizer)}; it must be a tokenizer of transformers, or a "
+            f"processor with a tokenizer"
         )
-    if callbacks is not None and not (isinstance(callbacks, list | tuple) and all(map(_is_callback, callbacks))):
+    if callbacks is not None and not (
+        isinstance(callbacks, list | tuple) and all(map(_is_callback, callbacks))
+    ):
         raise InputError(f"callbacks is {callbacks!r:.80}; it must be a list of transformers.TrainerCallback")
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
         raise InputError(
             f"optimizers is {optimizers!r:.80}; it must be a pair: an optimizer and a learning-rate schedule"
         )
-    if engine is not None and not all(hasattr(engine, name) for name in ("settings", "generate", "score", "load")):
+    if engine is not None and not all(
+        hasattr(engine, name) for name in ("settings", "generate", "score", "load")
+    ):
         raise InputError(f"engine is a {_kind(engine)}; it must be an engine of lockstep.engines")
 
 
@@ -230,7 +250,9 @@ def check_open(is_closed: bool) -> None:
 
 
 def _is_callback(given: Any) -> bool:
-    return isinstance(given, TrainerCallback) or (isinstance(given, type) and issubclass(given, TrainerCallback))
+    return isinstance(given, TrainerCallback) or (
+        isinstance(given, type) and issubclass(given, TrainerCallback)
+    )
 
 
 def _kind(given: Any) -> str:
@@ -238,7 +260,10 @@ def _kind(given: Any) -> str:
 
 
 def parts_of_processor(given: Any) -> tuple[Any, Any]:
-    """A trainer's `processing_class` as a tokenizer and an image processor; None: it has none. TRL's scripts give both as one."""
+    """A trainer's `processing_class` as a tokenizer and an image processor; None: it has none.
+
+    TRL's scripts give both as one.
+    """
     if not isinstance(given, ProcessorMixin):
         return given, None
     tokenizer: Any = getattr(given, "tokenizer", None)
@@ -269,7 +294,8 @@ def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, b
             continue
         if not _may_read_pictures(model):
             if columns := set(COLUMNS) & set(data.column_names):
-                # TRL would show the images to the model. If they were ignored, the model would answer without having seen them.
+                # TRL would show the images to the model. If they were ignored, the model would answer without having
+                # seen them.
                 raise InputError(
                     f"the {name} dataset has a column {min(columns)!r}: images are not supported for this model "
                     f"({_family(model)}); drop the column, or give a model that reads images ({', '.join(FAMILIES)})"
@@ -278,20 +304,27 @@ def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, b
             continue
         if found := [feature for feature, used in in_use.items() if used]:
             raise InputError(
-                f"not supported with images yet: {'; '.join(found)}. Leave it out, or drop the images (docs/guides/images.md "
+                f"not supported with images yet: {'; '.join(found)}. Leave it out, or drop the images "
+                f"(docs/guides/images.md "
                 "lists what works)"
             )
 
 
 def image_prompts(
-    opened: OpenedPolicy, args: OnlineConfig, datasets: Mapping[str, Any], processor: Any = None, *, acting: bool
+    opened: OpenedPolicy,
+    args: OnlineConfig,
+    datasets: Mapping[str, Any],
+    processor: Any = None,
+    *,
+    acting: bool,
 ) -> ImagePrompts | None:
     """Reads the pictures of a run; None: it has none, or cannot show any.
 
     Args:
         processor: the image processor; None: the model's own.
-        acting: whether rollouts have tools, environments, a function or an agent, which may give pictures that no dataset has.
-            Where such a run cannot show pictures, a tool that gives one gives an error to the model, and an agent gets an error.
+        acting: whether rollouts have tools, environments, a function or an agent, which may give pictures that no
+            dataset has. Where such a run cannot show pictures, a tool that gives one gives an error to the model, and
+            an agent gets an error.
 
     Raises:
         InputError: the model has no image processor, or a limit on pictures does not fit it.
@@ -302,7 +335,9 @@ def image_prompts(
         return None
     try:
         urls = ImageUrls(args.image_urls or ())
-        return ImagePrompts(model, opened.tokenizer, opened.path, arguments, args.picture_limits, urls, processor)
+        return ImagePrompts(
+            model, opened.tokenizer, opened.path, arguments, args.picture_limits, urls, processor
+        )
     except InputError:
         # A model that comes without an image processor may still be trained on text.
         if in_data:
@@ -362,7 +397,13 @@ _CHECKPOINTING = "set gradient_checkpointing and gradient_checkpointing_kwargs"
 # For each method of TRL or transformers: the part of Lockstep that does the same.
 HOOKS: dict[str, str] = {
     **dict.fromkeys(
-        ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies", "get_high_entropy_mask", "_forward"),
+        (
+            "compute_loss",
+            "_compute_loss",
+            "_get_per_token_logps_and_entropies",
+            "get_high_entropy_mask",
+            "_forward",
+        ),
         _LOSS,
     ),
     **dict.fromkeys(("_calculate_rewards", "_calculate_rewards_from_functions"), _SCORES),
@@ -394,7 +435,13 @@ HOOKS: dict[str, str] = {
         _PROMPTS,
     ),
     **dict.fromkeys(
-        ("evaluation_loop", "prediction_step", "get_eval_dataloader", "_get_eval_sampler", "get_test_dataloader"),
+        (
+            "evaluation_loop",
+            "prediction_step",
+            "get_eval_dataloader",
+            "_get_eval_sampler",
+            "get_test_dataloader",
+        ),
         _EVALUATION,
     ),
     "_enable_gradient_checkpointing": _CHECKPOINTING,
@@ -428,6 +475,7 @@ class RefusesForeignHooks:
             for name in () if ours else vars(base):
                 if name in HOOKS:
                     raise InputError(
-                        f"{base.__name__} overrides {name}(), which the loop of Lockstep's trainers never calls as TRL's "
+                        f"{base.__name__} overrides {name}(), which the loop of Lockstep's trainers never "
+                        f"calls as TRL's "
                         f"does. Instead: {HOOKS[name]}"
                     )

@@ -42,7 +42,9 @@ from lockstep.watch.rewards import count_seen, drawn_sequences
 def evaluate(
     loop: TrainingLoop, prompts: Sequence[Prompt], digest: Callable[[], str]
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
-    """Scored rollouts of an evaluation set, by the policy as it is, their loss and the figures of their proof. Every rank calls.
+    """Scored rollouts of an evaluation set, by the policy as it is, their loss and the figures of their proof.
+
+    Every rank calls.
 
     Args:
         digest: gives the digest of the set's rows (`data_digest`). The rank that holds the engine calls it.
@@ -56,7 +58,9 @@ def evaluate(
     sequences = every if needs_scores(loop.objective) else drawn_sequences(every, version, seed)
     scored = loop.preparation.scores(policy, sequences)
     proven = loop.watch.evaluated(groups, prompts, scored, digest, count)
-    learned = loss_alone(loop.preparation, loop.objective, policy, groups, version, every, scored) if every else {}
+    learned = (
+        loss_alone(loop.preparation, loop.objective, policy, groups, version, every, scored) if every else {}
+    )
     return groups, learned | proven
 
 
@@ -92,15 +96,16 @@ class EvaluatesBySampling(TRLNames):
         """Mean reward on evaluation prompts, sampled as in training. Every rank calls.
 
         Args:
-            eval_dataset: other rows than the trainer's: a dataset, a mapping of datasets, or the name of one of the trainer's sets.
+            eval_dataset: other rows than the trainer's: a dataset, a mapping of datasets, or the name of one of the
+                trainer's sets.
             ignore_keys: not used; there are no outputs of a model to leave out.
             metric_key_prefix: begins the name of every metric. The sets of a mapping have their name behind it.
 
         Returns:
-            `eval_reward`, `eval_reward_ci95` (half-width, over problems), `eval_samples`, `eval_problems`, the rollout metrics, the
-            figures of the proof under `eval_parity/` (`checked_share`: share of the tokens that the policy has scored again), and
-            `eval_seen_in_training`, the number of evaluation prompts that are training prompts too. For a set `math` of a mapping
-            the names begin with `eval_math_`.
+            `eval_reward`, `eval_reward_ci95` (half-width, over problems), `eval_samples`, `eval_problems`, the
+            rollout metrics, the figures of the proof under `eval_parity/` (`checked_share`: share of the tokens that
+            the policy has scored again), and `eval_seen_in_training`, the number of evaluation prompts that are
+            training prompts too. For a set `math` of a mapping the names begin with `eval_math_`.
 
         Raises:
             InputError: there is no evaluation set, or its rows cannot be prompts.
@@ -128,7 +133,11 @@ class EvaluatesBySampling(TRLNames):
         found: dict[str, float] = {}
         for name, prompts in self._evaluated(eval_dataset).items():
             own = name.removeprefix(SINGLE).removeprefix("/")
-            prefix = f"{metric_key_prefix}_{own}" if own and not isinstance(eval_dataset, str) else metric_key_prefix
+            prefix = (
+                f"{metric_key_prefix}_{own}"
+                if own and not isinstance(eval_dataset, str)
+                else metric_key_prefix
+            )
             groups, named = self._sampled(name, prompts, prefix)
             named |= self.take_eval_notes(prefix)
             self.last_eval_groups += groups
@@ -137,7 +146,9 @@ class EvaluatesBySampling(TRLNames):
             found |= named
         return found
 
-    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
+    def predict(
+        self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
         """Completions and mean reward on other rows. Every rank calls.
 
         Args:
@@ -145,7 +156,8 @@ class EvaluatesBySampling(TRLNames):
             ignore_keys: not used.
 
         Returns:
-            `predictions` are the texts, (rows, completions per row); there are no `label_ids`; `metrics` are those of `evaluate`.
+            `predictions` are the texts, (rows, completions per row); there are no `label_ids`; `metrics` are those of
+            `evaluate`.
 
         Raises:
             InputError: there is no evaluation set, or its rows cannot be prompts.
@@ -165,7 +177,9 @@ class EvaluatesBySampling(TRLNames):
             return {}
         return {"seen_in_training": float(count_seen(self._train_prompts, prompts, tell=self.ranks.owner))}
 
-    def _sampled(self, name: str, prompts: list[Prompt], prefix: str) -> tuple[list[RolloutGroup], dict[str, float]]:
+    def _sampled(
+        self, name: str, prompts: list[Prompt], prefix: str
+    ) -> tuple[list[RolloutGroup], dict[str, float]]:
         is_own = self._eval_prompts.get(name) is prompts
         seen = self._seen[name] if is_own else self.count_seen(prompts)
         digest = "" if is_own else data_digest(prompts)
@@ -174,7 +188,9 @@ class EvaluatesBySampling(TRLNames):
             self.clock.aside(),
             busy(f"evaluating on {len(prompts)} held-out problems", self.clock.progress),
         ):
-            groups, proven = evaluate(self.loop, prompts, lambda: digest or self.inputs["data"][f"{name} data"])
+            groups, proven = evaluate(
+                self.loop, prompts, lambda: digest or self.inputs["data"][f"{name} data"]
+            )
         if self.ranks.owner and not any(rollout.scored for group in groups for rollout in group.rollouts):
             _logger.warning(f"no completion of this evaluation ({prefix}) has a score: its reward is NaN")
         measured = self.source.metrics(groups, self.state.global_step) | proven | seen
@@ -184,7 +200,9 @@ class EvaluatesBySampling(TRLNames):
         """The prompts to evaluate, by the name of their set."""
         if given is None:
             if not self._eval_prompts:
-                raise InputError("there is no evaluation set: give eval_dataset, here or when the trainer is made")
+                raise InputError(
+                    "there is no evaluation set: give eval_dataset, here or when the trainer is made"
+                )
             return self._eval_prompts
         if isinstance(given, str):
             name = f"{SINGLE}/{given}"
@@ -196,7 +214,10 @@ class EvaluatesBySampling(TRLNames):
         sets: dict[str, Any] = {}
         self.ranks.share("evaluation data", lambda: sets.update(self._checked(given)))
         context = self.ranks.from_owner(
-            "context", lambda: self.source.engine.settings().max_model_len, lambda length: length, lambda length: length
+            "context",
+            lambda: self.source.engine.settings().max_model_len,
+            lambda length: length,
+            lambda length: length,
         )
         return self._prompts_of(sets, context)
 

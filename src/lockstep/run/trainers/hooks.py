@@ -100,7 +100,9 @@ class StepHooks(Trainer):
     loss_is_scaled_for_ga = True
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
-        """None: loss weights are normalised over the step when the generation is cut, so the base class counts no tokens."""
+        """None: loss weights are normalised over the step when the generation is cut, so the base class counts no
+        tokens.
+        """
 
     def _track_num_input_tokens(self, inputs: MicroBatch) -> None:
         """Nothing is counted here: the loop counts the tokens of every generation."""
@@ -144,7 +146,9 @@ class StepHooks(Trainer):
     def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
         """Prove the optimizer as soon as it is ready, before any callback of the user's can change it."""
         settings = self.optimizer_settings
-        if self.optimizer is not None and (settings is None or inner_optimizer(self) is not settings.optimizer):
+        if self.optimizer is not None and (
+            settings is None or inner_optimizer(self) is not settings.optimizer
+        ):
             # The program has made it before `train`.
             self.optimizer_is_given = True
         prepared = super()._prepare_for_training(*given, **named)
@@ -161,7 +165,10 @@ class StepHooks(Trainer):
         self._loaded = loaded_state(self) if checkpoint is not None else None
 
     def begin_training(self) -> None:
-        """Reset the state of an earlier call of `train`, open the receipt and prove the engine. Called when training begins."""
+        """Reset the state of an earlier call of `train`, open the receipt and prove the engine.
+
+        Called when training begins.
+        """
         self.loop.begin()
         self._forget_gradients()
         self.watch.update = update_proof(self)
@@ -204,7 +211,9 @@ class StepHooks(Trainer):
         super()._save_checkpoint(model, trial)
 
     def end_step(self) -> bool:
-        """Clear the value head's gradients, move the reference model, and check whether prompts are left. Called after each step.
+        """Clear the value head's gradients, move the reference model, and check whether prompts are left.
+
+        Called after each step.
 
         Returns:
             Whether another generation can be made.
@@ -223,7 +232,9 @@ class StepHooks(Trainer):
         """Write into receipt and log which hooks and functions of the user's were taken."""
         if (taken := self.watch.hooks.news()) and self.ranks.owner:
             self.source.proofs.note_taken(step, taken)
-            _logger.warning(f"in the way of the model's forward and backward since step {step}: {'; '.join(taken[:5])}")
+            _logger.warning(
+                f"in the way of the model's forward and backward since step {step}: {'; '.join(taken[:5])}"
+            )
 
     def _freeze(self) -> None:
         """Note the weights that must stay as they are: those of the reference, and those under an adapter."""
@@ -259,14 +270,19 @@ class StepHooks(Trainer):
         return causal_model(self._policy_model())
 
     def trained_by_name(self) -> dict[str, torch.nn.Module]:
-        return {"policy": self._policy_model(), **({"critic": self.critic} if self.critic is not None else {})}
+        return {
+            "policy": self._policy_model(),
+            **({"critic": self.critic} if self.critic is not None else {}),
+        }
 
     def _trained_modules(self) -> list[torch.nn.Module]:
         return [self._causal(), *([self.critic] if self.critic is not None else [])]
 
 
 class StepTrainer(Protocol):
-    """The methods of a trainer that the callback calls: when training begins, around the optimizer, and when a step ends."""
+    """The methods of a trainer that the callback calls: when training begins, around the optimizer, and when a step
+    ends.
+    """
 
     clock: PhaseClock
 

@@ -51,8 +51,8 @@ class GRPOTrainer(OnlineTrainer[GRPOConfig]):
         trainer.end()
         ```
 
-    The arguments and errors are those of `lockstep.run.trainers.online.OnlineTrainer`: a model, reward functions, `args` (a
-    `GRPOConfig`), data, and what a rollout may use: tools, environments, or an agent.
+    The arguments and errors are those of `lockstep.run.trainers.online.OnlineTrainer`: a model, reward functions,
+    `args` (a `GRPOConfig`), data, and what a rollout may use: tools, environments, or an agent.
     """
 
     config_class = GRPOConfig
@@ -74,8 +74,8 @@ class RLOOTrainer(OnlineTrainer[RLOOConfig]):
         trainer.end()
         ```
 
-    The arguments and errors are those of `lockstep.run.trainers.online.OnlineTrainer`: a model, reward functions, `args` (a
-    `RLOOConfig`), data, and what a rollout may use: tools, environments, or an agent.
+    The arguments and errors are those of `lockstep.run.trainers.online.OnlineTrainer`: a model, reward functions,
+    `args` (a `RLOOConfig`), data, and what a rollout may use: tools, environments, or an agent.
     """
 
     config_class = RLOOConfig
@@ -97,8 +97,8 @@ class ReinforcePPTrainer(OnlineTrainer[ReinforcePPConfig]):
         trainer.end()
         ```
 
-    The arguments and errors are those of `lockstep.run.trainers.online.OnlineTrainer`: a model, reward functions, `args` (a
-    `ReinforcePPConfig`), data, and what a rollout may use: tools, environments, or an agent.
+    The arguments and errors are those of `lockstep.run.trainers.online.OnlineTrainer`: a model, reward functions,
+    `args` (a `ReinforcePPConfig`), data, and what a rollout may use: tools, environments, or an agent.
     """
 
     config_class = ReinforcePPConfig
@@ -109,7 +109,8 @@ class ReinforcePPTrainer(OnlineTrainer[ReinforcePPConfig]):
 class PPOTrainer(OnlineTrainer[PPOConfig]):
     """Proximal Policy Optimization with an engine that provably holds the policy's weights.
 
-    The value head is trained with the policy. Checkpoints contain it in a separate file, and it is never sent to the engine.
+    The value head is trained with the policy. Checkpoints contain it in a separate file, and it is never sent to the
+    engine.
 
     Example:
         ```python
@@ -122,8 +123,8 @@ class PPOTrainer(OnlineTrainer[PPOConfig]):
         trainer.end()
         ```
 
-    The arguments and errors are those of `lockstep.run.trainers.online.OnlineTrainer`: a model, reward functions, `args` (a
-    `PPOConfig`), data, and what a rollout may use: tools, environments, or an agent.
+    The arguments and errors are those of `lockstep.run.trainers.online.OnlineTrainer`: a model, reward functions,
+    `args` (a `PPOConfig`), data, and what a rollout may use: tools, environments, or an agent.
     """
 
     config_class = PPOConfig
@@ -132,7 +133,8 @@ class PPOTrainer(OnlineTrainer[PPOConfig]):
 
     def make_critic(self, policy: PreTrainedModel) -> torch.nn.Module:
         head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, dtype=torch.float32)
-        # Values are 0 at the start. So the first advantages come from the rewards alone, and no random head changes the trunk.
+        # Values are 0 at the start. So the first advantages come from the rewards alone, and no random head changes
+        # the trunk.
         torch.nn.init.zeros_(head.weight)
         torch.nn.init.zeros_(head.bias)
         return head
@@ -177,8 +179,8 @@ class OnlineDPOTrainer(OnlineTrainer[OnlineDPOConfig]):
     Args:
         ref_model: the reference model; by default a copy of the policy at the start of training.
         judge: a pairwise judge instead of reward functions (`lockstep.rollouts.judges`).
-        data_collator, compute_metrics, preprocess_logits_for_metrics: arguments of TRL's trainer that are not supported; a value
-            other than None is refused by name.
+        data_collator, compute_metrics, preprocess_logits_for_metrics: arguments of TRL's trainer that are not
+            supported; a value other than None is refused by name.
         tools, rollout_func, environment_factory, agent: as in `OnlineTrainer`. TRL's Online DPO has none.
 
     The order of the arguments is TRL's. Other arguments and errors: `lockstep.run.trainers.online.OnlineTrainer`.
@@ -261,7 +263,9 @@ class OnlineDPOTrainer(OnlineTrainer[OnlineDPOConfig]):
             name = self.rollout_tools.reward_names[0]
             raise InputError(f"judge and the reward of {name} both compare completions; leave one out")
         if processing_classes is not None or self.config.reward_weights is not None:
-            raise InputError("reward_weights and reward_processing_classes are of reward functions; a judge has none")
+            raise InputError(
+                "reward_weights and reward_processing_classes are of reward functions; a judge has none"
+            )
         if self.config.missing_eos_penalty is not None:
             raise InputError(
                 "missing_eos_penalty is taken off a reward, and a judge gives none; leave one of the two out"

@@ -1,4 +1,6 @@
-"""`OnlineTrainer`: the base of the trainers of all methods. It extends `transformers.Trainer` and has TRL's constructor.
+"""`OnlineTrainer`: the base of the trainers of all methods.
+
+It extends `transformers.Trainer` and has TRL's constructor.
 
 It checks the user's arguments, loads the policy, makes the parts of the run, and connects `transformers.Trainer` to
 the loop in `run/loop.py`.
@@ -92,8 +94,8 @@ from lockstep.tokens.chat import TemplateClock, embedding_rows, end_ids
 from lockstep.watch.run import RunWatch
 from lockstep.watch.settings import SettingsProof
 
-# A rank waits for the rank with the engine this many times as long as a generation may take. The longest wait is for a generation
-# that is lost and repeated.
+# A rank waits for the rank with the engine this many times as long as a generation may take. The longest wait is for
+# a generation that is lost and repeated.
 _LONGEST_CALL = 12
 
 
@@ -107,26 +109,29 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
     Args:
         model: name, directory or hub id (see `lockstep.models.policy`), or a loaded causal language model whose
             `config.name_or_path` the engine can load too.
-        reward_funcs: one reward function or several, with TRL's convention. A reward model, or its directory or hub id, may stand
-            in place of a function (see `lockstep.rollouts.rewards`).
+        reward_funcs: one reward function or several, with TRL's convention. A reward model, or its directory or hub
+            id, may stand in place of a function (see `lockstep.rollouts.rewards`).
         args: the configuration; default: the method's configuration with its defaults.
-        train_dataset: `datasets.Dataset` with a `prompt` column (text or messages); other columns go to the rewards. Of a
-            `datasets.IterableDataset` the rows that `max_steps` need are read at once, and used in their order.
+        train_dataset: `datasets.Dataset` with a `prompt` column (text or messages); other columns go to the rewards.
+            Of a `datasets.IterableDataset` the rows that `max_steps` need are read at once, and used in their order.
         eval_dataset: the same for `evaluate`, or several by name; they must not overlap with the training data.
-        processing_class: the tokenizer, or a processor with a tokenizer and perhaps an image processor; by default the model's.
-        reward_processing_classes: tokenizers of the reward models, one per entry of `reward_funcs`; default: the models' own.
+        processing_class: the tokenizer, or a processor with a tokenizer and perhaps an image processor; by default
+            the model's.
+        reward_processing_classes: tokenizers of the reward models, one per entry of `reward_funcs`; default: the
+            models' own.
         callbacks, optimizers: as in `transformers.Trainer`.
         quantization_config: a `transformers.BitsAndBytesConfig` in 4 bits; with a `peft_config` this is QLoRA.
         peft_config: a `peft.LoraConfig`; the trainer then trains a new adapter instead of the model's weights.
         tools: functions that the model may call in a rollout, sync or async, with type hints and a docstring.
         rollout_func: makes the rollouts itself (`lockstep.rollouts.programs.rollout_func`).
-        environment_factory: makes the environment of a rollout, or a mapping of such functions by the column `environment`
-            (`lockstep.rollouts.programs.environments`). `reward_funcs` may then be left out, and also the dataset.
-        agent: makes the rollouts by calls to the gateway (docs/guides/agents.md): a function `agent(base_url, api_key, row)`,
-            or a command line. `reward_funcs` may then be left out.
+        environment_factory: makes the environment of a rollout, or a mapping of such functions by the column
+            `environment` (`lockstep.rollouts.programs.environments`). `reward_funcs` may then be left out, and also
+            the dataset.
+        agent: makes the rollouts by calls to the gateway (docs/guides/agents.md): a function
+            `agent(base_url, api_key, row)`, or a command line. `reward_funcs` may then be left out.
         engine: a running engine; the trainer uses it instead of starting one, and the caller closes it.
-        ref_model: the reference model of the KL term; by default a copy of the policy as it is now, or with an adapter its base
-            model. It needs `beta` above 0.
+        ref_model: the reference model of the KL term; by default a copy of the policy as it is now, or with an
+            adapter its base model. It needs `beta` above 0.
         refused: arguments of TRL's trainers that are not supported; a value other than None is refused by name.
 
     Raises:
@@ -181,9 +186,14 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self._meet_ranks()
         data = self._read_data(train_dataset, eval_dataset, environment_factory, model)
         self._has_environments = environment_factory is not None
-        self._given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
+        self._given = {
+            "tools": tools,
+            "rollout_func": rollout_func,
+            "environment_factory": environment_factory,
+        }
         self._open_tools(agent, reward_funcs, data.train, model)
-        # Errors in reward functions come before a model's name is looked up. Reward models are loaded after the memory is counted.
+        # Errors in reward functions come before a model's name is looked up. Reward models are loaded after the
+        # memory is counted.
         loads_rewards = any(isinstance(entry, str) for entry in entries_of(reward_funcs))
         if not loads_rewards:
             self._scorer = self.scorer(reward_funcs, reward_processing_classes)
@@ -207,7 +217,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         # An environment adds text to prompts, and a function or an agent makes others.
         makes_text = any(maker is not None for maker in (environment_factory, rollout_func, agent))
         self._opened = opened = open_policy(model, processing_class, peft_config, args, quantization_config)
-        self._images = image_prompts(opened, args, data.named, image_processor, acting=bool(tools) or makes_text)
+        self._images = image_prompts(
+            opened, args, data.named, image_processor, acting=bool(tools) or makes_text
+        )
         self._prove_settings(asked)
         self.optimizer_is_given, self._said = optimizers[0] is not None, set()
         self._set_up_models(ref_model)
@@ -259,7 +271,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             lambda moment: TemplateClock(datetime.fromisoformat(moment)),
         )
 
-    def _read_data(self, train_dataset: Any, eval_dataset: Any, environment_factory: Any, model: Any) -> GivenData:
+    def _read_data(
+        self, train_dataset: Any, eval_dataset: Any, environment_factory: Any, model: Any
+    ) -> GivenData:
         """The rows of the data sets, checked. There are no prompts before there is a tokenizer."""
         found: list[GivenData] = []
         in_use = unsupported_with_images(self.config)
@@ -293,7 +307,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         if engine is None:
             refuse_before_loading(args, name)
         # All ranks come here, also where only the owner was given an engine.
-        self.ranks.on_owner("engine arguments", lambda: check_engine_arguments(args, name) if engine is None else None)
+        self.ranks.on_owner(
+            "engine arguments", lambda: check_engine_arguments(args, name) if engine is None else None
+        )
 
     @property
     def _banned_ids(self) -> Sequence[int]:
@@ -334,7 +350,10 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self._eval_prompts = prompts
 
     def _prompts_of(self, datasets: Mapping[str, Dataset], longest: int) -> dict[str, list[Prompt]]:
-        """Prompts of data sets. A prompt and its completion may have `longest` tokens together, or as many as the model allows."""
+        """Prompts of data sets.
+
+        A prompt and its completion may have `longest` tokens together, or as many as the model allows.
+        """
         return read_prompts(
             datasets,
             self._opened.tokenizer,
@@ -355,7 +374,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             check_reference_model(policy, ref_model)
         sampling = sampling_of(args, tokenizer, self._end_ids, self._banned_ids)
         self.rules = IdRules.of_run(sampling, policy, tokenizer)
-        self._plain_rows = needs_plain_rows([policy, *([ref_model] if ref_model is not None else [])], self._longest)
+        self._plain_rows = needs_plain_rows(
+            [policy, *([ref_model] if ref_model is not None else [])], self._longest
+        )
 
     def _note_inputs(self, agent: Any, *, own_reference: bool) -> None:
         """Note what the run learns from, for its receipt, and what its checkpoints hold.
@@ -453,7 +474,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         return self._opened.path
 
     def rehearse(self, reward_funcs: Any, dataset: Dataset) -> None:
-        """Call the reward functions once on made-up completions, so that their errors appear before a model is loaded."""
+        """Call the reward functions once on made-up completions, so that their errors appear before a model is
+        loaded.
+        """
         tools, config = self.rollout_tools, self.config
         given = [] if reward_funcs is None and tools is not None else entries_of(reward_funcs)
         if tools is None:
@@ -498,7 +521,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
     # ---- weights and rollouts ---------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, as the base class does. At the end, also after an error, the engine's unfinished generations are cancelled.
+        """Train, as the base class does.
+
+        At the end, also after an error, the engine's unfinished generations are cancelled.
 
         Raises:
             InputError: there is no checkpoint to resume from, another process is running in the output directory, or
@@ -519,7 +544,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             finally:
                 self.source.abandon_pending()
 
-    def training_step(self, model: torch.nn.Module, inputs: MicroBatch, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: torch.nn.Module, inputs: MicroBatch, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         """Learn from one part of the current generation: see `TrainingLoop.micro_step`.
 
         Raises:
@@ -542,9 +569,11 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
     # ---- evaluation, logs, checkpoints ------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the figures of rollouts and proofs since the last log, and the seconds per phase, beside the base class's figures.
+        """Log the figures of rollouts and proofs since the last log, and the seconds per phase, beside the base
+        class's figures.
 
-        The entry at the end of training has the figures of the steps after the last multiple of `logging_steps`, as in TRL.
+        The entry at the end of training has the figures of the steps after the last multiple of `logging_steps`, as
+        in TRL.
         """
         if "loss" in logs:
             logs |= self.step_log.take(self.clock)
@@ -563,7 +592,10 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         super().log(logs, start_time)
 
     def end(self) -> None:
-        """Close the engine, finish the trackers and destroy the process group. TRL's scripts call it as their last line."""
+        """Close the engine, finish the trackers and destroy the process group.
+
+        TRL's scripts call it as their last line.
+        """
         self.close()
         super().end()
 

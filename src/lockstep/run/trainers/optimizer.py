@@ -64,8 +64,8 @@ def ready_settings(trainer: StepHooks, taken: Taken, changed: Sequence[str]) -> 
 
     Args:
         taken: what the receipt says about the optimizer.
-        changed: fields of the config whose values have changed since the run was interrupted. They are set now, because a
-            checkpoint brings back the earlier values.
+        changed: fields of the config whose values have changed since the run was interrupted. They are set now,
+            because a checkpoint brings back the earlier values.
 
     Raises:
         ProofError: the optimizer is not set as the config and the receipt say, or a new one is not empty.
@@ -88,7 +88,9 @@ def ready_settings(trainer: StepHooks, taken: Taken, changed: Sequence[str]) -> 
     }
 
     def wanted(name: str) -> dict[str, Any]:
-        return trainer.optimizer_fields.of(name, in_layer_norm=named[name] in norms, in_head=name.startswith(HEAD))
+        return trainer.optimizer_fields.of(
+            name, in_layer_norm=named[name] in norms, in_head=name.startswith(HEAD)
+        )
 
     names = {p: name for name, p in named.items() if p.requires_grad}
     if not given and changed:
@@ -135,14 +137,17 @@ def say_changes(given: Any, changes: Sequence[Change], said: set[tuple[str, str]
     """Write what was taken into the log: each setting once per program that changes it."""
     if given is not None:
         _logger.info(
-            "the optimizer was given by the program: its settings are taken as they are, not those of the config (the receipt "
+            "the optimizer was given by the program: its settings are taken as they are, not those of the "
+            "config (the receipt "
             "has them)"
         )
     for change in changes:
         if (key := (change.by, change.field)) not in said:
             said.add(key)
             until = "from now on" if change.place is None else "until the schedule sets another"
-            _logger.warning(f"{change.by} has changed the optimizer: {change}. The proofs use this value {until}")
+            _logger.warning(
+                f"{change.by} has changed the optimizer: {change}. The proofs use this value {until}"
+            )
 
 
 # Callbacks of transformers that only a user adds, to end a training.
@@ -155,8 +160,8 @@ class WatchedCallbacks(CallbackHandler):
     Args:
         handler: the handler that it replaces.
         settings: gives the settings of the optimizer; None while there is no optimizer.
-        taking: makes a context in which hooks, forwards and attention functions may change. Trackers of transformers add hooks
-            when training begins.
+        taking: makes a context in which hooks, forwards and attention functions may change. Trackers of transformers
+            add hooks when training begins.
 
     Attributes:
         stopped_by: the callback that has asked for the end of the training; None: no callback has.
@@ -195,7 +200,9 @@ class WatchedCallbacks(CallbackHandler):
         kind = type(self.stopped_by)
         return self.stopped_by is not None and (top_module(kind) != "transformers" or kind in _ASKED_FOR)
 
-    def _call(self, callback: Any, event: str, args: Any, state: Any, control: Any, others: dict[str, Any]) -> Any:
+    def _call(
+        self, callback: Any, event: str, args: Any, state: Any, control: Any, others: dict[str, Any]
+    ) -> Any:
         settings, kind = self._settings(), type(callback)
         of_library = top_module(kind) == "transformers"
         with ExitStack() as watched:
@@ -209,7 +216,9 @@ class WatchedCallbacks(CallbackHandler):
 
 def _has_own(callback: Any, event: str) -> bool:
     """Whether a callback does something at an event."""
-    return event in vars(callback) or getattr(type(callback), event, None) is not getattr(TrainerCallback, event, None)
+    return event in vars(callback) or getattr(type(callback), event, None) is not getattr(
+        TrainerCallback, event, None
+    )
 
 
 def makes_optimizer(kind: type) -> bool:
@@ -307,13 +316,26 @@ def _by_metric(trainer: StepHooks, settings: OptimizerSettings) -> tuple[int | N
     # A resumed run goes on with what its checkpoint has brought, which was compared when it was loaded.
     new = scheduler.last_epoch == 0
     rates = settings.first_rates() if new else [float(rate) for rate in scheduler.get_last_lr()]
-    left = {} if new else {"best": state["best"], "bad": state["num_bad_epochs"], "waiting": state["cooldown_counter"]}
+    left = (
+        {}
+        if new
+        else {"best": state["best"], "bad": state["num_bad_epochs"], "waiting": state["cooldown_counter"]}
+    )
     return scheduler.last_epoch, PlateauSchedule(asked, rates, **left)
 
 
 def _beside_the_text(trainer: StepHooks, named: dict[str, torch.nn.Parameter]) -> list[str]:
-    """Names of parameters that text may not reach: towers for images or sound, and experts that few tokens are sent to."""
+    """Names of parameters that text may not reach: towers for images or sound, and experts that few tokens are sent
+    to.
+    """
     policy: Any = trainer._causal()
-    parts = [policy.get_decoder(), policy.get_input_embeddings(), policy.get_output_embeddings(), trainer.critic]
+    parts = [
+        policy.get_decoder(),
+        policy.get_input_embeddings(),
+        policy.get_output_embeddings(),
+        trainer.critic,
+    ]
     reached = {id(p) for part in parts if part is not None for p in part.parameters()}
-    return [n for n, p in named.items() if ".experts." in n or (id(p) not in reached and not is_adapted(policy))]
+    return [
+        n for n, p in named.items() if ".experts." in n or (id(p) not in reached and not is_adapted(policy))
+    ]

@@ -21,7 +21,17 @@ from transformers import TrainerCallback
 from lockstep.errors import ProofError
 from lockstep.files import append_line, as_json, replace_text
 from lockstep.report.page.report import render_report
-from lockstep.report.page.run_record import ABOUT, AFTER, BEFORE, END, METRICS, REPORT, SHOWN, SUMMARY, read_run
+from lockstep.report.page.run_record import (
+    ABOUT,
+    AFTER,
+    BEFORE,
+    END,
+    METRICS,
+    REPORT,
+    SHOWN,
+    SUMMARY,
+    read_run,
+)
 from lockstep.report.summary import summarise
 from lockstep.run.files.checkpoints import clear_places, clear_unfinished, cut_log, is_metric, restore_metrics
 from lockstep.run.files.directory import Occupied, about_run, locked
@@ -82,7 +92,9 @@ class RunFiles(TrainerCallback):
 
     @property
     def ends_unasked(self) -> bool:
-        """Whether the training has ended before its last step, and neither a signal nor a callback has asked for that."""
+        """Whether the training has ended before its last step, and neither a signal nor a callback has asked for
+        that.
+        """
         trainer = self._trainer
         early = trainer.state.global_step < trainer.state.max_steps
         return early and not self.interrupted_by and not trainer.callback_handler.end_was_asked_for
@@ -124,14 +136,17 @@ class RunFiles(TrainerCallback):
         if self._has_before and (line := evaluation_line(folder / BEFORE, state.global_step)):
             self._trainer.proofs.note_evaluation(line)
         replace_text(
-            folder / ABOUT, json.dumps({**self._about(), "max_steps": state.max_steps}, indent=1, default=str) + "\n"
+            folder / ABOUT,
+            json.dumps({**self._about(), "max_steps": state.max_steps}, indent=1, default=str) + "\n",
         )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trainer.ranks.owner:
             self._keep_generation()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
+    ) -> None:
         if not self._is_training or not logs or not is_metric(logs):
             return
         append_line(self.folder / METRICS, as_json({"step": state.global_step, **logs}))
@@ -154,9 +169,16 @@ class RunFiles(TrainerCallback):
     # ---- evaluations and ends ---------------------------------------------------------------------------------------
 
     def evaluated(self, metrics: dict[str, float]) -> None:
-        """Keep an evaluation that came before or after training. Metrics of other evaluations are in `metrics.jsonl`."""
+        """Keep an evaluation that came before or after training.
+
+        Metrics of other evaluations are in `metrics.jsonl`.
+        """
         trainer = self._trainer
-        if not trainer.ranks.owner or self._is_training or not all(name.startswith("eval_") for name in metrics):
+        if (
+            not trainer.ranks.owner
+            or self._is_training
+            or not all(name.startswith("eval_") for name in metrics)
+        ):
             return
         state = trainer.state
         # A run that goes on from the checkpoint of its last step only lacks this evaluation.
@@ -176,7 +198,8 @@ class RunFiles(TrainerCallback):
             # The policy has not moved since the evaluation.
             first = [group.rollouts[0] for group in groups[:_SHOWN_TURNS]]
             turns = [
-                shown_rollout(r, trainer.processing_class, trainer.proofs.token_gaps, images=images) for r in first
+                shown_rollout(r, trainer.processing_class, trainer.proofs.token_gaps, images=images)
+                for r in first
             ]
         self._has_before |= not after
         save_evaluation(self.folder / (AFTER if after else BEFORE), metrics, groups, turns, images=images)
@@ -194,7 +217,8 @@ class RunFiles(TrainerCallback):
         )  # fmt: skip
         with _pages_aside():
             replace_text(self.folder / REPORT, render_report(replace(run, summary=summary)))
-        # The last file of a run. A run that was killed before it has not finished, and the same command goes on with it.
+        # The last file of a run. A run that was killed before it has not finished, and the same command goes on with
+        # it.
         replace_text(self.folder / SUMMARY, as_json(summary, indent=1) + "\n")
         return summary
 

@@ -60,7 +60,8 @@ def shard_models(
     if ranks.owner:
         whole = sum(p.numel() for p in inner.parameters())
         _logger.info(
-            f"the policy is sharded over {ranks.count} ranks ({shards.weights.title}); rank 0 holds {shards.elements:,} of "
+            f"the policy is sharded over {ranks.count} ranks ({shards.weights.title}); rank 0 holds "
+            f"{shards.elements:,} of "
             f"{whole:,} weights"
         )
 
@@ -82,5 +83,6 @@ def _refuse(policy: PreTrainedModel, args: OnlineConfig, *, images: bool) -> Non
     }.items():
         if refused:
             raise InputError(
-                f"{name} is not supported with {args.sharded_by} yet; leave one of the two out (docs/guides/sharding.md)"
+                f"{name} is not supported with {args.sharded_by} yet; leave one of the two out "
+                f"(docs/guides/sharding.md)"
             )

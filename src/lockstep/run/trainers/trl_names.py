@@ -46,8 +46,8 @@ class Attribute:
     """A data descriptor.
 
     Args:
-        read: gives the value for a trainer; or the name of an attribute of its config. If that config has no such attribute, the
-            trainer does not have this one either (`AttributeError`).
+        read: gives the value for a trainer; or the name of an attribute of its config. If that config has no such
+            attribute, the trainer does not have this one either (`AttributeError`).
         write: takes a new value; None: an assignment is refused.
         instead: what to do instead of an assignment that is refused, as an imperative.
     """
@@ -90,7 +90,9 @@ class Attribute:
         self.__get__(trainer)
         if self._write is None:
             advice = f"{self._instead}, and make a new trainer" if self._instead else "make a new trainer"
-            raise InputError(f"trainer.{self._name} cannot be changed, because the run would not follow it: {advice}")
+            raise InputError(
+                f"trainer.{self._name} cannot be changed, because the run would not follow it: {advice}"
+            )
         self._write(trainer, value)
 
 
@@ -124,7 +126,8 @@ class OnceGiven:
         """
         if self._name in vars(trainer) and value is not vars(trainer)[self._name]:
             raise InputError(
-                f"trainer.{self._name} cannot be changed, because its rows were read when the trainer was made: {self._instead}"
+                f"trainer.{self._name} cannot be changed, because its rows were read when the trainer was "
+                f"made: {self._instead}"
             )
         vars(trainer)[self._name] = value
 
@@ -152,7 +155,8 @@ class Absent:
 
 _logger = logging.getLogger(__name__)
 
-# The base class of all errors of a call to the hub. Which HTTP library has it depends on the version of huggingface_hub.
+# The base class of all errors of a call to the hub. Which HTTP library has it depends on the version of
+# huggingface_hub.
 _HTTP_ERROR: type[Exception] = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
 
 
@@ -163,18 +167,24 @@ def _hub_errors(folder: str | None) -> Iterator[None]:
     except (OfflineModeIsEnabled, LocalTokenNotFoundError, _HTTP_ERROR) as error:
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         raise InputError(
-            f"push_to_hub: {hub} cannot be used ({first_line(error)}). Check the network, HF_HUB_OFFLINE and 'hf auth login'. "
+            f"push_to_hub: {hub} cannot be used ({first_line(error)}). Check the network, HF_HUB_OFFLINE and "
+            f"'hf auth login'. "
             f"Nothing on disk is lost: call push_to_hub() later, or upload what is in {folder} with 'hf upload'"
         ) from error
 
 
 _CONNECTION = (
-    "it is TRL's own connection to vLLM; the engine is trainer.engine (lockstep.contract.protocol), and a rollout_func samples "
+    "it is TRL's own connection to vLLM; the engine is trainer.engine (lockstep.contract.protocol), and a "
+    "rollout_func samples "
     "with generate_rollout_completions"
 )
-_EVENT_LOOP = "it is TRL's event loop for coroutines; Lockstep runs the coroutines of rewards and tools itself"
+_EVENT_LOOP = (
+    "it is TRL's event loop for coroutines; Lockstep runs the coroutines of rewards and tools itself"
+)
 _LOSS = "it is a part of TRL's loss; the parts of this one are the functions of lockstep.algorithms"
-_PIPELINE = "it is a part of TRL's data pipeline; lockstep.run.data makes the prompts, in one form for all trainers"
+_PIPELINE = (
+    "it is a part of TRL's data pipeline; lockstep.run.data makes the prompts, in one form for all trainers"
+)
 
 
 def _image_id(name: str) -> Attribute:
@@ -187,7 +197,10 @@ def _image_token(trainer: Any) -> str | None:
 
 
 class TRLNames(Trainer):
-    """The public attributes of TRL's trainers. Those that have no counterpart stand at the end, each with the reason."""
+    """The public attributes of TRL's trainers.
+
+    Those that have no counterpart stand at the end, each with the reason.
+    """
 
     config: Any
     method: ClassVar[str]
@@ -212,7 +225,8 @@ class TRLNames(Trainer):
 
     # ---- rewards ----------------------------------------------------------------------------------------------------
 
-    # A reward model stands for itself. The environments' own rewards, and that of an agent, stand behind the functions, as in TRL.
+    # A reward model stands for itself. The environments' own rewards, and that of an agent, stand behind the
+    # functions, as in TRL.
     reward_funcs = Attribute(
         lambda t: [f.model if isinstance(f, RewardModel) else f for f in t._functions] + t._own_rewards,
         instead="give reward_funcs",
@@ -222,17 +236,23 @@ class TRLNames(Trainer):
     )
     # The tokenizer of each reward model; None for a function.
     reward_processing_classes = Attribute(
-        lambda t: [f.tokenizer if isinstance(f, RewardModel) else None for f in (*t._functions, *t._own_rewards)],
+        lambda t: [
+            f.tokenizer if isinstance(f, RewardModel) else None for f in (*t._functions, *t._own_rewards)
+        ],
         instead="give reward_processing_classes",
     )
     # (K,) weights of the K rewards.
-    reward_weights = Attribute(lambda t: t.changes.weights, write=lambda t, value: t.change("reward_weights", value))
+    reward_weights = Attribute(
+        lambda t: t.changes.weights, write=lambda t, value: t.change("reward_weights", value)
+    )
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
     num_generations = Attribute("group_size", instead="set num_generations in the config")
     num_generations_eval = Attribute("group_size_eval", instead="set num_generations_eval in the config")
-    max_completion_length = Attribute("completion_limit", instead="set the limit of completions in the config")
+    max_completion_length = Attribute(
+        "completion_limit", instead="set the limit of completions in the config"
+    )
     max_length = Attribute("max_length")
     temperature = Attribute("temperature")
     top_p = Attribute("top_p")
@@ -241,11 +261,15 @@ class TRLNames(Trainer):
     repetition_penalty = Attribute("repetition_penalty")
     structured_outputs_regex = Attribute("vllm_structured_outputs_regex")
     # In transformers' form. Both are made again at each use.
-    generation_kwargs = Attribute(lambda t: t._generation_kwargs(), instead="set generation_kwargs in the config")
+    generation_kwargs = Attribute(
+        lambda t: t._generation_kwargs(), instead="set generation_kwargs in the config"
+    )
     generation_config = Attribute(
         lambda t: GenerationConfig(**t._generation_kwargs()), instead="set the sampling fields of the config"
     )
-    eos_token_ids = Attribute(lambda t: list(t._end_ids), instead="set eos_token_id in the model's generation_config")
+    eos_token_ids = Attribute(
+        lambda t: list(t._end_ids), instead="set eos_token_id in the model's generation_config"
+    )
 
     # ---- the engine -------------------------------------------------------------------------------------------------
 
@@ -276,14 +300,18 @@ class TRLNames(Trainer):
     tools = Attribute(lambda t: t._tools(), instead="give tools")
     rollout_func = Attribute(lambda t: t._given["rollout_func"], instead="give rollout_func")
     environment_factories = Attribute(lambda t: t._factories(), instead="give environment_factory")
-    # Those of the rollouts that were scored last, in the order of the rollouts, until the next generation resets them; None if
-    # there are none. They are on the rank that holds the engine.
+    # Those of the rollouts that were scored last, in the order of the rollouts, until the next generation resets
+    # them; None if there are none. They are on the rank that holds the engine.
     environments = Attribute(
         lambda t: getattr(t.rollout_tools, "scored_environments", None), instead="give environment_factory"
     )
     # As a number, also where the config sets no limit.
     max_tool_calling_iterations = Attribute(
-        lambda t: sys.maxsize if t.config.max_tool_calling_iterations is None else t.config.max_tool_calling_iterations,
+        lambda t: (
+            sys.maxsize
+            if t.config.max_tool_calling_iterations is None
+            else t.config.max_tool_calling_iterations
+        ),
         instead="set max_tool_calling_iterations in the config",
     )
     is_encoder_decoder = Attribute(lambda t: False)
@@ -298,7 +326,9 @@ class TRLNames(Trainer):
     # Weight of the reference model; Online DPO: the value of the current epoch.
     beta = Attribute(lambda t: t._beta(), write=lambda t, value: t.change("beta", value))
     # The reference model; None if there is none, or if it is the policy without its adapter.
-    ref_model = Attribute(lambda t: None if t.reference is None else t.reference.own, instead="give ref_model")
+    ref_model = Attribute(
+        lambda t: None if t.reference is None else t.reference.own, instead="give ref_model"
+    )
     num_iterations = Attribute("num_iterations")
     epsilon_low = Attribute("epsilon", write=lambda t, value: t.change("epsilon", value))
     epsilon_high = Attribute("epsilon_high", write=lambda t, value: t.change("epsilon_high", value))
@@ -312,7 +342,9 @@ class TRLNames(Trainer):
     off_policy_mask_threshold = Attribute("off_policy_mask_threshold")
     top_entropy_quantile = Attribute("top_entropy_quantile")
     # With `use_adaptive_entropy` the coefficient that the last step has left.
-    entropy_coef = Attribute(lambda t: t._entropy_coef(), write=lambda t, value: t.change("entropy_coef", value))
+    entropy_coef = Attribute(
+        lambda t: t._entropy_coef(), write=lambda t, value: t.change("entropy_coef", value)
+    )
     use_adaptive_entropy = Attribute("use_adaptive_entropy")
     # Of the run: the config's coefficient, or the model's own; 0: there is no auxiliary loss.
     router_aux_loss_coef = Attribute(
@@ -324,11 +356,15 @@ class TRLNames(Trainer):
 
     # ---- logs -------------------------------------------------------------------------------------------------------
 
-    log_completions = Attribute("log_completions", write=lambda t, value: t._set_log("log_completions", value))
+    log_completions = Attribute(
+        "log_completions", write=lambda t, value: t._set_log("log_completions", value)
+    )
     num_completions_to_print = Attribute(
         "num_completions_to_print", write=lambda t, value: t._set_log("num_completions_to_print", value)
     )
-    log_unique_prompts = Attribute("log_unique_prompts", write=lambda t, value: t._set_log("log_unique_prompts", value))
+    log_unique_prompts = Attribute(
+        "log_unique_prompts", write=lambda t, value: t._set_log("log_unique_prompts", value)
+    )
     log_multimodal = Attribute("log_multimodal")
     # Online DPO's name of the figures since the last log.
     stats = Attribute(lambda t: t._stats())
@@ -341,7 +377,9 @@ class TRLNames(Trainer):
     async_loop = Absent(_EVENT_LOOP)
     async_loop_thread = Absent(_EVENT_LOOP)
     async_loop_ready_event = Absent(_EVENT_LOOP)
-    commit_scheduler = Absent("it uploads completions to the hub; here they stay in the run's folder rollouts/")
+    commit_scheduler = Absent(
+        "it uploads completions to the hub; here they stay in the run's folder rollouts/"
+    )
     get_high_entropy_mask = Absent(_LOSS)
     get_off_policy_mask = Absent(_LOSS)
     get_gamma_weights = Absent(_LOSS)
@@ -418,7 +456,9 @@ class TRLNames(Trainer):
         now = self.changes.made.get(field, before)
         if self.ranks.owner and now != before:
             _logger.info(f"{field} is now {now}, and was {before}: the run has set it at the trainer")
-            self.source.proofs.note_change(self.state.global_step, field, now, self.inputs.get("settings", {}))
+            self.source.proofs.note_change(
+                self.state.global_step, field, now, self.inputs.get("settings", {})
+            )
 
     def take_weights(self) -> None:
         """Use the weights that a user has written into `reward_weights`, from the next generation on."""
@@ -443,7 +483,8 @@ class TRLNames(Trainer):
         return means
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """Make the repository on the hub, as the base class does: at the start of a run that pushes, or at the first push.
+        """Make the repository on the hub, as the base class does: at the start of a run that pushes, or at the first
+        push.
 
         Raises:
             InputError: the hub cannot be reached, or refuses.

@@ -1,4 +1,6 @@
-"""Sends weights to servers on the trainer's own GPU, from memory of the GPU to memory of the GPU. None of them crosses the host.
+"""Sends weights to servers on the trainer's own GPU, from memory of the GPU to memory of the GPU.
+
+None of them crosses the host.
 
 The trainer copies each chunk into a buffer on the GPU, which the workers have mapped into their own process (CUDA
 IPC). They load from it in turns, as from shared memory; a small segment of shared memory (`shared_memory.py`) has the
@@ -28,11 +30,11 @@ from lockstep.weights.wire.shared_memory import NoRoom, Segment, SharedMemoryTra
 from lockstep.weights.wire.stream import WeightReceiverCalls
 
 NAME = "cuda_ipc"
-# The beginning of PyTorch's handle of memory from cudaMalloc: its version, and a letter. Then come the 64 bytes of CUDA. Another
-# letter stands for an expandable segment, whose handle contains files of the process instead.
+# The beginning of PyTorch's handle of memory from cudaMalloc: its version, and a letter. Then come the 64 bytes of
+# CUDA. Another letter stands for an expandable segment, whose handle contains files of the process instead.
 _KIND, _CUDA_BYTES = b"\x02c", 64
-# The file in which PyTorch counts who uses the memory, and the number of counters in it. PyTorch writes to the counter that a
-# handle names without a look at its number.
+# The file in which PyTorch counts who uses the memory, and the number of counters in it. PyTorch writes to the
+# counter that a handle names without a look at its number.
 COUNTER_FILE, COUNTERS = re.compile(rb"/torch_\d+_\d+_\d+"), 10_000
 _TEST_BYTES = 32
 
@@ -61,7 +63,9 @@ class Handle(NamedTuple):
 
 
 class CudaIPCTransport(SharedMemoryTransport):
-    """The trainer's end of the transport. It holds one buffer on the GPU, of `chunks.CHUNK_BYTES`, or of the largest tensor if
+    """The trainer's end of the transport.
+
+    It holds one buffer on the GPU, of `chunks.CHUNK_BYTES`, or of the largest tensor if
     that is larger.
 
     Args:
@@ -81,8 +85,8 @@ class CudaIPCTransport(SharedMemoryTransport):
         self.buffer = None
 
     def shared_buffer(self, size: int, servers: int) -> tuple[torch.Tensor | None, list[dict[str, Any]]]:
-        # A worker of a failed push may still read the buffer, but then its server does not serve what it has read. So the buffer
-        # is used again: memory that a killed process had mapped is never given back to the allocator.
+        # A worker of a failed push may still read the buffer, but then its server does not serve what it has read. So
+        # the buffer is used again: memory that a killed process had mapped is never given back to the allocator.
         if self.buffer is None or self.buffer.numel() < size:
             self.buffer = None
             try:
@@ -110,15 +114,22 @@ def exported(buffer: torch.Tensor) -> Handle:
             "expandable_segments:True)"
         )
     return Handle(
-        identity_of(buffer.device), memory.hex(), size, offset, counter_file.decode(), counter, event.hex(), waits
+        identity_of(buffer.device),
+        memory.hex(),
+        size,
+        offset,
+        counter_file.decode(),
+        counter,
+        event.hex(),
+        waits,
     )
 
 
 def mapped(handle: Sequence[object], device: torch.device) -> torch.Tensor:
     """The trainer's buffer, mapped into this process: (bytes,) uint8.
 
-    A handle whose fields are well-formed and which names memory that the trainer does not have cannot be told from a right one.
-    Only a program with the server's key can send one.
+    A handle whose fields are well-formed and which names memory that the trainer does not have cannot be told from a
+    right one. Only a program with the server's key can send one.
 
     Args:
         handle: the fields of `Handle`, from another process.
@@ -155,10 +166,14 @@ def open_segment(name: str, size: int, handle: Sequence[object] | None, device: 
 def _checked(handle: Sequence[object], device: torch.device) -> Handle:
     kinds = (str, str, int, int, str, int, str, bool)
     if len(handle) != len(kinds) or any(type(f) is not kind for f, kind in zip(handle, kinds, strict=True)):
-        raise ValueError(f"{list(handle)!s:.200} is no handle of a GPU's memory: it needs {', '.join(Handle._fields)}")
+        raise ValueError(
+            f"{list(handle)!s:.200} is no handle of a GPU's memory: it needs {', '.join(Handle._fields)}"
+        )
     found = Handle(*handle)  # type: ignore[arg-type]
     if found.gpu != identity_of(device):
-        raise ValueError(f"the trainer's buffer is on the GPU {found.gpu}, and this worker computes on {device}")
+        raise ValueError(
+            f"the trainer's buffer is on the GPU {found.gpu}, and this worker computes on {device}"
+        )
     memory, event = _bytes(found.memory), _bytes(found.event)
     if memory[: len(_KIND)] != _KIND or len(memory) != len(_KIND) + _CUDA_BYTES or len(event) != _CUDA_BYTES:
         raise ValueError(f"{found.memory!r:.200} and {found.event!r:.200} are no handles of CUDA")
@@ -166,7 +181,9 @@ def _checked(handle: Sequence[object], device: torch.device) -> Handle:
         raise ValueError(f"{found.counter_file!r:.200}, {found.counter} is no counter of PyTorch")
     whole = torch.cuda.get_device_properties(device).total_memory
     if found.size <= 0 or not 0 <= found.offset <= whole - found.size:
-        raise ValueError(f"{found.size} bytes from byte {found.offset} are not in the GPU's {whole} bytes of memory")
+        raise ValueError(
+            f"{found.size} bytes from byte {found.offset} are not in the GPU's {whole} bytes of memory"
+        )
     return found
 
 
@@ -175,7 +192,10 @@ def _bytes(text: str) -> bytes:
 
 
 def why_not(servers: Sequence[WeightReceiverCalls], gpu: torch.device) -> str:
-    """Why the servers cannot load weights from this process's GPU; empty: they can. It is tested with a small buffer."""
+    """Why the servers cannot load weights from this process's GPU; empty: they can.
+
+    It is tested with a small buffer.
+    """
     own = identity_of(gpu)
     for server in servers:
         if [found["gpu"] for found in server.workers("lockstep_device")] != [own]:
@@ -189,7 +209,9 @@ def why_not(servers: Sequence[WeightReceiverCalls], gpu: torch.device) -> str:
             return str(error)
         (found,) = server.workers("lockstep_maps", json.dumps(handle))
         if found["read"] != secret.hex():
-            return f"the server at {server.url} cannot map memory of the trainer's GPU ({found['problem']:.200})"
+            return (
+                f"the server at {server.url} cannot map memory of the trainer's GPU ({found['problem']:.200})"
+            )
     return ""
 
 

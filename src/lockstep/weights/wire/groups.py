@@ -129,7 +129,10 @@ def authenticate(group: dist.ProcessGroup, secret: str, rank: int, size: int) ->
     """
     others = [other for other in range(size) if other != rank]
     found = {other: torch.zeros(_DIGEST_BYTES, dtype=torch.uint8) for other in others}
-    own = {other: torch.tensor(list(_proof(secret, _direction(rank, other))), dtype=torch.uint8) for other in others}
+    own = {
+        other: torch.tensor(list(_proof(secret, _direction(rank, other))), dtype=torch.uint8)
+        for other in others
+    }
     work = [group.send([own[other]], other, 0) for other in others]
     work += [group.recv([found[other]], other, 0) for other in others]
     for each in work:
@@ -280,7 +283,8 @@ def listen(host: str, port: int) -> socket.socket:
             listener.bind((host, port))
         except (OSError, OverflowError) as error:
             raise InputError(
-                f"vllm_group_host={host!r}, vllm_group_port={port}: cannot listen there ({error}); give an address of this machine "
+                f"vllm_group_host={host!r}, vllm_group_port={port}: cannot listen there ({error}); give an "
+                f"address of this machine "
                 "and a free port"
             ) from error
         listener.listen()
@@ -310,8 +314,8 @@ _MOST_IN_FLIGHT = 2
 class GlooChannel:
     """Broadcasts over gloo. It is a context, which ends the channel.
 
-    Gloo cannot end a broadcast early, and some workers never read it, for example a stopped process of a dead server. Therefore, if
-    a method raises, a thread keeps the connections and the memory until the broadcasts end.
+    Gloo cannot end a broadcast early, and some workers never read it, for example a stopped process of a dead server.
+    Therefore, if a method raises, a thread keeps the connections and the memory until the broadcasts end.
 
     Args:
         group: a group whose ranks have proven that they know the secret of the push.
@@ -327,7 +331,10 @@ class GlooChannel:
         self._group, self._check, self._timeout = group, meeting.check, meeting.timeout
 
     def broadcast(self, parts: Iterable[torch.Tensor]) -> None:
-        """Broadcast tensors of bytes to every rank, in order, with two broadcasts in flight at a time. Every rank calls."""
+        """Broadcast tensors of bytes to every rank, in order, with two broadcasts in flight at a time.
+
+        Every rank calls.
+        """
         in_flight: InFlight = deque()
         try:
             for data in parts:
@@ -400,7 +407,8 @@ END_LIMIT = 10.0
 class DeviceChannel(GlooChannel):
     """Broadcasts from device to device: over NCCL on GPUs, over gloo on CPUs. Every rank of a group makes one.
 
-    It is a context for one push. If the push fails, the channel ends. Otherwise it can be used for the next push (`go_on`).
+    It is a context for one push. If the push fails, the channel ends. Otherwise it can be used for the next push
+    (`go_on`).
 
     Args:
         meeting: this rank's part in the first push.
@@ -456,7 +464,8 @@ class DeviceChannel(GlooChannel):
 
     def close(self) -> None:
         """End the group, and wait a few seconds for its end. Call it when every rank has received everything."""
-        # After a failed push this does not wait: a thread ends the group when NCCL has stopped using the memory in flight.
+        # After a failed push this does not wait: a thread ends the group when NCCL has stopped using the memory in
+        # flight.
         if not self.is_ended:
             self.give_up()
             with waiting("a group of devices to end", END_LIMIT):
@@ -477,7 +486,9 @@ class DeviceChannel(GlooChannel):
             while not work.is_completed():
                 now = time.monotonic()
                 if now - began > self._timeout:
-                    raise RuntimeError(f"a broadcast from device to device did not end within {self._timeout:.0f} s")
+                    raise RuntimeError(
+                        f"a broadcast from device to device did not end within {self._timeout:.0f} s"
+                    )
                 if now - asked > CHECK_EVERY:
                     self._check()
                     asked = now
@@ -494,9 +505,9 @@ class DeviceChannel(GlooChannel):
 class KeptChannel:
     """One rank's channel from device to device, kept for the pushes of a run. The trainer and each worker have one.
 
-    The trainer gives each group a name, which it sends with every push. In each push the ranks say over the store whether they
-    still have the group of this name. If one has not, because it was started again or has served another trainer since, all make a
-    new one.
+    The trainer gives each group a name, which it sends with every push. In each push the ranks say over the store
+    whether they still have the group of this name. If one has not, because it was started again or has served another
+    trainer since, all make a new one.
 
     Args:
         device: this rank's device. No two ranks may have the same GPU.
@@ -555,8 +566,8 @@ def _nccl_group(store: dist.Store, meeting: Meeting) -> dist.ProcessGroup:
 def nccl_environment(host: str) -> AbstractContextManager[None]:
     """A context in which NCCL listens on the loopback interface only, if `host` is an address of it.
 
-    NCCL reads the variable once per process, when it connects for the first time. Therefore it is left alone if the user has set
-    it, or if this process has other groups that may need another interface.
+    NCCL reads the variable once per process, when it connects for the first time. Therefore it is left alone if the
+    user has set it, or if this process has other groups that may need another interface.
     """
     is_one_of_several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if not is_local(host) or is_one_of_several or _INTERFACE in os.environ:

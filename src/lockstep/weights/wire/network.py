@@ -94,8 +94,8 @@ class GlooTransport:
         host: this machine's address, as the servers reach it.
         port: port that the servers connect to; 0 means a free port.
         timeout: seconds that a whole push may take.
-        deltas: whether to send only the changed elements of tensors in half precision. The trainer and every worker then keep a
-            copy of the weights in main memory, if there is room for it.
+        deltas: whether to send only the changed elements of tensors in half precision. The trainer and every worker
+            then keep a copy of the weights in main memory, if there is room for it.
 
     Raises:
         InputError: this machine cannot listen on that address and port.
@@ -184,7 +184,9 @@ class GlooTransport:
 
         try:
             self._wait_for_workers(store, size, pending)
-            with self._channel(Meeting(store, secret, SENDER, size, self._host, self._timeout, check)) as channel:
+            with self._channel(
+                Meeting(store, secret, SENDER, size, self._host, self._timeout, check)
+            ) as channel:
                 channel.broadcast(raw)
         except BaseException:
             store.set(_PUSH_FAILED, "")
@@ -200,12 +202,16 @@ class GlooTransport:
             while not store.check([ready_key(rank) for rank in range(1, size)]):
                 check_pending(pending)
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"not every server connected to {self._host} within {self._timeout:.0f} s")
+                    raise RuntimeError(
+                        f"not every server connected to {self._host} within {self._timeout:.0f} s"
+                    )
                 time.sleep(_POLL_EVERY)
 
 
 class Receiver:
-    """A worker's end of both transports. It receives the next chunk while one is loaded, and keeps its buffer between pushes.
+    """A worker's end of both transports.
+
+    It receives the next chunk while one is loaded, and keeps its buffer between pushes.
 
     Args:
         device: the worker's device. Over NCCL tensors arrive there, over gloo in main memory.
@@ -223,7 +229,9 @@ class Receiver:
     def receive(
         self, info: Mapping[str, Any], parts: Sequence[Sequence[Sequence[object]]]
     ) -> Generator[list[Piece], None, None]:
-        """Yield the chunks of one push in order. Each chunk is valid until the next one is requested. Tensors that the trainer has
+        """Yield the chunks of one push in order.
+
+        Each chunk is valid until the next one is requested. Tensors that the trainer has
         left out are not in them.
 
         Args:
@@ -245,7 +253,9 @@ class Receiver:
 
         store.set(ready_key(info["rank"]), "")
         address = own_address(host, port, timeout)
-        channel = self._channel(info, Meeting(store, secret, info["rank"], info["size"], address, timeout, check))
+        channel = self._channel(
+            info, Meeting(store, secret, info["rank"], info["size"], address, timeout, check)
+        )
         places = self._places([buffer_bytes(part) for part in parts], channel.device)
 
         def receive_chunk(number: int) -> list[Piece]:
@@ -300,8 +310,8 @@ class Receiver:
 def _copies_fit(tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> bool:
     """Whether copies of the weights are of use, and fit into half of the free memory of each machine.
 
-    In float32 nearly every element changes in each step. Then the changes have as many bytes as the weights, and copies are of no
-    use. The workers of a server may share one machine, so their copies are added up.
+    In float32 nearly every element changes in each step. Then the changes have as many bytes as the weights, and
+    copies are of no use. The workers of a server may share one machine, so their copies are added up.
     """
     sizes = [(tensor.nbytes, tensor.itemsize) for _, tensor in tensors]
     needed = sum(size for size, _ in sizes)
@@ -317,11 +327,17 @@ def _copies_fit(tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]
     return not without_room
 
 
-def _sent_bytes(incoming: Iterator[Piece], lengths: Sequence[int], device: torch.device) -> Iterator[torch.Tensor]:
-    """The bytes of a push on a device, in the order in which they are sent: for each chunk its counts, then its pieces."""
+def _sent_bytes(
+    incoming: Iterator[Piece], lengths: Sequence[int], device: torch.device
+) -> Iterator[torch.Tensor]:
+    """The bytes of a push on a device, in the order in which they are sent: for each chunk its counts, then its
+    pieces.
+    """
     for length in lengths:
         chunk = list(islice(incoming, length))
-        yield sent(torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64), device).view(torch.uint8)
+        yield sent(torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64), device).view(
+            torch.uint8
+        )
         while chunk:
             yield raw_bytes(chunk.pop(0)[1], device)
     # Read to the end, because an update describes its last tensors only then.
@@ -335,11 +351,11 @@ def _are_disjoint(one: tuple[int, int], other: tuple[int, int]) -> bool:
 class NCCLTransport(GlooTransport):
     """Sends whole tensors from device to device. Tensors of parts of the model in which nothing changed are left out.
 
-    Changed elements alone are not sent: finding them needs a copy in main memory, and takes longer than sending everything
-    over NCCL (docs/internals/plan.md).
+    Changed elements alone are not sent: finding them needs a copy in main memory, and takes longer than sending
+    everything over NCCL (docs/internals/plan.md).
 
-    The group of the trainer and the workers stays for the run. It is made again for other servers, for one that was started again,
-    and after a push that failed.
+    The group of the trainer and the workers stays for the run. It is made again for other servers, for one that was
+    started again, and after a push that failed.
 
     Args:
         host: this machine's address, as the servers reach it.
@@ -412,11 +428,13 @@ def check_gpus(own: str, servers: Sequence[WeightReceiverCalls]) -> None:
             gpu, user = found["gpu"], f"the server at {server.url}"
             if not gpu:
                 raise InputError(
-                    f"vllm_weight_transport=nccl, but {user} computes without an NVIDIA GPU; use auto, shared_memory or gloo"
+                    f"vllm_weight_transport=nccl, but {user} computes without an NVIDIA GPU; use auto, "
+                    f"shared_memory or gloo"
                 )
             if gpu in users:
                 raise InputError(
-                    f"vllm_weight_transport=nccl, but {users[gpu]} and {user} use the same GPU ({gpu}), which NCCL refuses: give "
+                    f"vllm_weight_transport=nccl, but {users[gpu]} and {user} use the same GPU ({gpu}), which "
+                    f"NCCL refuses: give "
                     "each a GPU of its own (CUDA_VISIBLE_DEVICES), or use shared_memory"
                 )
             users[gpu] = user

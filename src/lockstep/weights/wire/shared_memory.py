@@ -87,7 +87,12 @@ class TrainerSlots:
     """
 
     def __init__(
-        self, memory: torch.Tensor, slot: int, workers: int, timeout: float, buffer: torch.Tensor | None = None
+        self,
+        memory: torch.Tensor,
+        slot: int,
+        workers: int,
+        timeout: float,
+        buffer: torch.Tensor | None = None,
     ) -> None:
         self.slot, self.workers, self._timeout = slot, workers, timeout
         self._memory, self.counters = memory if buffer is None else buffer, _counters(memory, workers)
@@ -119,7 +124,9 @@ class TrainerSlots:
             return self.fewest_loaded() == _GIVEN_UP
 
         with waiting("the server to load the weights that are in shared memory", self._timeout):
-            is_free = _wait_for(lambda: self.fewest_loaded() > number - self._slots, has_left, 0.0, self._timeout)
+            is_free = _wait_for(
+                lambda: self.fewest_loaded() > number - self._slots, has_left, 0.0, self._timeout
+            )
         if not is_free:
             late = f"a server did not load a chunk within {self._timeout:.0f} s"
             raise RuntimeError(_WORKER_LEFT if self.fewest_loaded() == _GIVEN_UP else late)
@@ -161,11 +168,14 @@ def worker_chunks(
     timeout: float,
     buffer: torch.Tensor | None = None,
 ) -> Generator[list[Named], None, None]:
-    """A worker's end of the slots: yield the chunks of one push as they are filled. Each is valid until the next is requested.
+    """A worker's end of the slots: yield the chunks of one push as they are filled.
 
-    The chunks end early and without an error if the trainer is gone, has given up, has begun another push, or fills no slot for
-    `timeout` seconds. This is no error, because vLLM does not wait for a server's other workers after one of them raises. The
-    trainer sees it in the worker's counter, and the acknowledgement then lists fewer tensors than were sent.
+    Each is valid until the next is requested.
+
+    The chunks end early and without an error if the trainer is gone, has given up, has begun another push, or fills
+    no slot for `timeout` seconds. This is no error, because vLLM does not wait for a server's other workers after one
+    of them raises. The trainer sees it in the worker's counter, and the acknowledgement then lists fewer tensors than
+    were sent.
 
     Args:
         memory: (bytes,) the whole segment, uint8.
@@ -223,8 +233,8 @@ def _publish(counters: Any, push: int, worker: int, loaded: int) -> None:
 class TrainerLock:
     """A lock on a segment that shows that its trainer lives. The kernel releases it when the trainer dies.
 
-    Child processes that the trainer forks (for example data loaders) close it at once, so that none of them holds the lock of
-    a dead trainer.
+    Child processes that the trainer forks (for example data loaders) close it at once, so that none of them holds the
+    lock of a dead trainer.
 
     Args:
         handle: an open file of the segment; `close` closes it.
@@ -282,7 +292,10 @@ def _wait_for(ready: Callable[[], bool], is_gone: Callable[[], bool], every: flo
 
 
 def _fence() -> None:
-    """Memory fence: earlier writes become visible before later ones. Taking and releasing a lock does this on every processor."""
+    """Memory fence: earlier writes become visible before later ones.
+
+    Taking and releasing a lock does this on every processor.
+    """
     for _ in range(2):
         with _FENCE:
             pass
@@ -298,7 +311,9 @@ class NoRoom(InputError):
 
 
 class SharedMemoryTransport:
-    """The trainer's end of the transport. It holds two slots, each of `chunks.CHUNK_BYTES`, or of the largest tensor if that
+    """The trainer's end of the transport.
+
+    It holds two slots, each of `chunks.CHUNK_BYTES`, or of the largest tensor if that
     is larger.
 
     Args:
@@ -316,7 +331,9 @@ class SharedMemoryTransport:
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
         # A slot begins with the counts of its chunk. They say which tensors are in it.
-        laid_out = [layout([("", torch.empty(len(c), dtype=torch.int64)), *c]) for c in chunks(meta_tensors(tensors))]
+        laid_out = [
+            layout([("", torch.empty(len(c), dtype=torch.int64)), *c]) for c in chunks(meta_tensors(tensors))
+        ]
         # One thread per server: the push cannot finish unless all servers take part at the same time.
         with ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push") as pool:
             try:
@@ -325,7 +342,8 @@ class SharedMemoryTransport:
                     self._slots = self._open_segment(largest, servers, pool)
                 self._send(tensors, base, [places for places, _ in laid_out], self._slots, servers, pool)
             except BaseException:
-                # A server may still load from the segment or write its counter there. Therefore the segment is never used again.
+                # A server may still load from the segment or write its counter there. Therefore the segment is never
+                # used again.
                 self.forget()
                 raise
 
@@ -338,7 +356,10 @@ class SharedMemoryTransport:
         servers: Sequence[WeightReceiverCalls],
         pool: Executor,
     ) -> None:
-        placed = [[[*p[:3], p.offset + slots.offset(number)] for p in places] for number, places in enumerate(layouts)]
+        placed = [
+            [[*p[:3], p.offset + slots.offset(number)] for p in places]
+            for number, places in enumerate(layouts)
+        ]
         key = None if self._to_host else push_key()
         info = {
             "transport": self._name,
@@ -360,7 +381,8 @@ class SharedMemoryTransport:
                 (_, counts), *targets = views(slot, places)
                 counts.copy_(torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64))
                 for (_, target), (_, piece) in zip(targets, chunk, strict=True):
-                    # Here `Changes` are always empty, because the workers have no copy into which changes could be written.
+                    # Here `Changes` are always empty, because the workers have no copy into which changes could be
+                    # written.
                     if not isinstance(piece, Changes):
                         _copy(target, piece)
                 slots.announce_filled(number)
@@ -368,7 +390,8 @@ class SharedMemoryTransport:
             assert next(incoming, None) is None
         except BaseException as error:
             slots.give_up()
-            # Wait until no server reads the segment any more. A server's own error tells more than the error in the trainer.
+            # Wait until no server reads the segment any more. A server's own error tells more than the error in the
+            # trainer.
             wait(pending)
             if type(error) is RuntimeError:
                 finish_all(pending)
@@ -389,7 +412,9 @@ class SharedMemoryTransport:
         """The only slot, if it is outside the segment, and what each server must be told to find it."""
         return None, [{} for _ in range(servers)]
 
-    def _open_segment(self, largest: int, servers: Sequence[WeightReceiverCalls], pool: Executor) -> TrainerSlots:
+    def _open_segment(
+        self, largest: int, servers: Sequence[WeightReceiverCalls], pool: Executor
+    ) -> TrainerSlots:
         self.forget()
         workers, (buffer, handles) = worker_ranks(servers, 0)[-1], self.shared_buffer(largest, len(servers))
         size = segment_bytes(largest if buffer is None else 0, workers)
@@ -398,7 +423,9 @@ class SharedMemoryTransport:
             self._lock = TrainerLock(new_file(path, size))
             memory = map_file(path, size)
             info = {"transport": self._name, "segment": path.name, "bytes": size}
-            finish_all([pool.submit(s.init_transfer, info | own) for s, own in zip(servers, handles, strict=True)])
+            finish_all(
+                [pool.submit(s.init_transfer, info | own) for s, own in zip(servers, handles, strict=True)]
+            )
         finally:
             path.unlink(missing_ok=True)
         return TrainerSlots(memory, largest, workers, self._timeout, buffer)
@@ -423,7 +450,13 @@ class Segment:
         self.handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
 
     def pieces(
-        self, chunks: Sequence[Sequence[Sequence[object]]], *, push: int, worker: int, workers: int, timeout: float
+        self,
+        chunks: Sequence[Sequence[Sequence[object]]],
+        *,
+        push: int,
+        worker: int,
+        workers: int,
+        timeout: float,
     ) -> Generator[list[Piece], None, None]:
         """The pieces of one push, chunk by chunk, without the tensors that were left out. The arguments are those of
         `slots.worker_chunks`."""
@@ -467,7 +500,9 @@ def shares_memory(server: WeightReceiverCalls) -> bool:
 
 
 def read_test_file(name: str) -> str | None:
-    """The worker's answer to `shares_memory`: the content of a small file of this user, or None if there is no such file."""
+    """The worker's answer to `shares_memory`: the content of a small file of this user, or None if there is no such
+    file.
+    """
     try:
         return _trainer_file(name).read_text(encoding="utf-8")[:64]
     except (OSError, ValueError):
@@ -475,7 +510,10 @@ def read_test_file(name: str) -> str | None:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor. In main memory only this thread copies, because the other cores load the previous chunk at the same time."""
+    """Copy a tensor.
+
+    In main memory only this thread copies, because the other cores load the previous chunk at the same time.
+    """
     if source.device.type == target.device.type == "cpu":
         raw = source.detach().contiguous().flatten().view(torch.uint8)
         target.flatten().view(torch.uint8).numpy()[:] = raw.numpy()
@@ -490,7 +528,11 @@ def _trainer_file(name: str) -> Path:
         ValueError: the name is not the name of such a file, or another user owns it.
     """
     path = _FOLDER / name
-    if not name.startswith(_PREFIX) or not name.removeprefix(_PREFIX).isalnum() or path.stat().st_uid != os.geteuid():
+    if (
+        not name.startswith(_PREFIX)
+        or not name.removeprefix(_PREFIX).isalnum()
+        or path.stat().st_uid != os.geteuid()
+    ):
         raise ValueError(f"{name!r} is not a trainer's file")
     return path
 
@@ -504,7 +546,8 @@ def new_file(path: Path, size: int) -> int:
     except OSError as error:
         os.close(handle)
         raise NoRoom(
-            f"shared memory has no room for {size >> 20} MiB ({error.strerror}): give it more (docker run --shm-size), or "
+            f"shared memory has no room for {size >> 20} MiB ({error.strerror}): give it more (docker run "
+            f"--shm-size), or "
             "set vllm_weight_transport to gloo"
         ) from error
     return handle

@@ -47,7 +47,10 @@ class TensorPlace(NamedTuple):
 
 
 def chunks(tensors: Iterable[Named], limit: int = CHUNK_BYTES) -> Iterator[list[Named]]:
-    """Group consecutive tensors into chunks of at most `limit` bytes. A tensor larger than `limit` is a chunk by itself."""
+    """Group consecutive tensors into chunks of at most `limit` bytes.
+
+    A tensor larger than `limit` is a chunk by itself.
+    """
     group: list[Named] = []
     used = 0
     for name, tensor in tensors:
@@ -103,7 +106,9 @@ def _place(entry: Sequence[object]) -> TensorPlace:
     if len(entry) == len(TensorPlace._fields):
         name, dtype, shape, offset = entry
         sizes = [*shape, offset] if isinstance(shape, (list, tuple)) else [-1]
-        is_place = isinstance(name, str) and isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in sizes)
+        is_place = (
+            isinstance(name, str) and isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in sizes)
+        )
         if is_place and isinstance(getattr(torch, str(dtype), None), torch.dtype) and offset % ALIGNMENT == 0:  # type: ignore[operator]
             return TensorPlace(*entry)  # type: ignore[arg-type]
     raise ValueError(
@@ -135,9 +140,9 @@ class Changes(NamedTuple):
 
     Attributes:
         elements: number of elements in `raw`.
-        raw: (bytes,) uint8: the new values in the tensor's dtype, then one gap of 16 bits per element. A gap is the distance from
-            the previous place; the first gap is counted from −1. If a distance does not fit into 16 bits, unchanged elements in
-            between are sent too.
+        raw: (bytes,) uint8: the new values in the tensor's dtype, then one gap of 16 bits per element. A gap is the
+            distance from the previous place; the first gap is counted from −1. If a distance does not fit into 16
+            bits, unchanged elements in between are sent too.
     """
 
     elements: int
@@ -155,7 +160,8 @@ def changes_between(old: torch.Tensor, new: torch.Tensor) -> tuple[int, Changes 
         old, new: contiguous tensors in main memory, of the same shape and dtype.
 
     Returns:
-        The number of elements that differ, and the changes. Instead of the changes None, if the whole tensor has no more bytes.
+        The number of elements that differ, and the changes. Instead of the changes None, if the whole tensor has no
+        more bytes.
     """
     bits = BITS[new.dtype.itemsize]
     before, after = (tensor.flatten().view(bits).numpy() for tensor in (old, new))
@@ -184,7 +190,9 @@ def apply_changes(tensor: torch.Tensor, changes: Changes) -> None:
     raw = changes.raw.numpy()
     places = np.cumsum(raw[size:].view(np.uint16), dtype=np.int64) - 1
     if changes.elements and not 0 <= places[0] <= places[-1] < tensor.numel():
-        raise ValueError(f"changes up to element {places[-1]} do not fit a tensor of {tensor.numel()} elements")
+        raise ValueError(
+            f"changes up to element {places[-1]} do not fit a tensor of {tensor.numel()} elements"
+        )
     held = tensor.view(-1).view(BITS[tensor.dtype.itemsize]).numpy()
     held[places] = raw[:size].view(held.dtype)
 
@@ -229,9 +237,12 @@ def arrived_pieces(counts: Sequence[int], places: Sequence[Named]) -> list[Piece
 
 
 def part_of(name: str) -> str:
-    """The part of the model that a tensor belongs to. An engine may fuse tensors of one part, and loads all of them or none.
+    """The part of the model that a tensor belongs to.
 
-    Tensors of one layer belong to the layer's next lower module (`model.layers.3.self_attn`), others to their own module.
+    An engine may fuse tensors of one part, and loads all of them or none.
+
+    Tensors of one layer belong to the layer's next lower module (`model.layers.3.self_attn`), others to their own
+    module.
     """
     found = _PART_OF_A_LAYER.match(name)
     return found[1] if found else name.rpartition(".")[0]
@@ -268,7 +279,9 @@ class ReceivedWeights:
 
 
 def available_bytes() -> int:
-    """Bytes of main memory that are free on this machine, or in this container; 0 if the system does not tell (only Linux does)."""
+    """Bytes of main memory that are free on this machine, or in this container; 0 if the system does not tell (only
+    Linux does).
+    """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -285,13 +298,19 @@ def available_bytes() -> int:
 
 
 def _differing(before: npt.NDArray, after: npt.NDArray) -> npt.NDArray[np.int64]:
-    """Places at which two arrays of integers differ. It compares words of 8 bytes, then the elements of the words that differ."""
+    """Places at which two arrays of integers differ.
+
+    It compares words of 8 bytes, then the elements of the words that differ.
+    """
     per_word = 8 // after.itemsize
     whole = len(after) // per_word * per_word
     old, new = before[:whole].view(np.int64), after[:whole].view(np.int64)
     found = [np.flatnonzero(before[whole:] != after[whole:]) + whole]
     for start in reversed(range(0, len(new), WORDS_AT_A_TIME)):
-        words = np.flatnonzero(old[start : start + WORDS_AT_A_TIME] != new[start : start + WORDS_AT_A_TIME]) + start
+        words = (
+            np.flatnonzero(old[start : start + WORDS_AT_A_TIME] != new[start : start + WORDS_AT_A_TIME])
+            + start
+        )
         elements = np.flatnonzero(old[words].view(after.dtype) != new[words].view(after.dtype))
         found.append(words[elements // per_word] * per_word + elements % per_word)
     return np.concatenate(found[::-1])
@@ -304,7 +323,8 @@ def _with_bridges(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     if not len(far):
         return places
     bridges = [
-        previous[i] + LARGEST_GAP * np.arange(1, math.ceil((places[i] - previous[i]) / LARGEST_GAP)) for i in far
+        previous[i] + LARGEST_GAP * np.arange(1, math.ceil((places[i] - previous[i]) / LARGEST_GAP))
+        for i in far
     ]
     return np.sort(np.concatenate([places, *bridges]))
 
@@ -329,7 +349,10 @@ def check_pending(pending: Sequence[Future[None]]) -> None:
 
 
 def worker_ranks(servers: Sequence[WeightReceiverCalls], first: int) -> list[int]:
-    """Rank of each server's first worker, and as the last entry the rank after the last worker. The first rank is `first`."""
+    """Rank of each server's first worker, and as the last entry the rank after the last worker.
+
+    The first rank is `first`.
+    """
     return list(accumulate((server.world_size for server in servers), initial=first))
 
 

@@ -1,4 +1,5 @@
-"""Chooses how the bytes of a push reach the servers: through a GPU's memory, through shared memory, over gloo or over NCCL.
+"""Chooses how the bytes of a push reach the servers: through a GPU's memory, through shared memory, over gloo or over
+NCCL.
 
 An engine on servers drives a transport. A transport moves bytes and reports what it placed where. The version, the
 acknowledgement and the comparison are the same for all transports (`weights/push.py`).
@@ -18,7 +19,15 @@ from lockstep.bounded_http import is_local
 from lockstep.errors import InputError
 from lockstep.weights.wire import cuda_ipc
 from lockstep.weights.wire.cuda_ipc import CudaIPCTransport
-from lockstep.weights.wire.network import GLOO, NCCL, GlooTransport, NCCLTransport, check_gpus, identity_of, own_gpu
+from lockstep.weights.wire.network import (
+    GLOO,
+    NCCL,
+    GlooTransport,
+    NCCLTransport,
+    check_gpus,
+    identity_of,
+    own_gpu,
+)
 from lockstep.weights.wire.shared_memory import NoRoom, SharedMemoryTransport, shares_memory
 from lockstep.weights.wire.stream import Named, WeightReceiverCalls
 
@@ -36,7 +45,8 @@ class WeightTransport(Protocol):
         After a failure, all agreements with the servers are void.
 
         Args:
-            base: digest of the weights that the engine must already hold; empty: the tensors are all weights of the model.
+            base: digest of the weights that the engine must already hold; empty: the tensors are all weights of the
+                model.
 
         Raises:
             EngineLost: a server did not take part until the end.
@@ -70,7 +80,9 @@ def choose_transport(
     *,
     deltas: bool = True,
 ) -> WeightTransport:
-    """The transport that was asked for, or with `auto` the fastest one that every server supports. `auto` does not choose NCCL.
+    """The transport that was asked for, or with `auto` the fastest one that every server supports.
+
+    `auto` does not choose NCCL.
 
     Args:
         name: one of `TRANSPORTS`.
@@ -100,7 +112,9 @@ def choose_transport(
         shared_or_gloo = WhileItFits(shared, make_gloo, "over gloo")
         if (shared_gpu := _shared_gpu(servers)) is None:
             return shared_or_gloo
-        return WhileItFits(CudaIPCTransport(timeout, shared_gpu), lambda: shared_or_gloo, "through shared memory")
+        return WhileItFits(
+            CudaIPCTransport(timeout, shared_gpu), lambda: shared_or_gloo, "through shared memory"
+        )
     if name in ("auto", GLOO):
         return make_gloo()
     raise InputError(
@@ -120,7 +134,8 @@ def _check_host(servers: Sequence[WeightReceiverCalls], host: str) -> None:
     remote = [server.url for server in servers if not is_local(urlsplit(server.url).hostname or "")]
     if remote and is_local(host):
         raise InputError(
-            f"the server at {remote[0]} cannot reach this machine at {host}: set vllm_group_host to this machine's address "
+            f"the server at {remote[0]} cannot reach this machine at {host}: set vllm_group_host to this "
+            f"machine's address "
             "as that server reaches it"
         )
 
@@ -137,8 +152,8 @@ def _shared_gpu(servers: Sequence[WeightReceiverCalls]) -> torch.device | None:
 
 
 class WhileItFits:
-    """`auto` on one machine: a transport through memory of the machine, until it turns out that the memory cannot be had (64 MiB
-    of shared memory in a Docker container); then another one.
+    """`auto` on one machine: a transport through memory of the machine, until it turns out that the memory cannot be
+    had (64 MiB of shared memory in a Docker container); then another one.
 
     Args:
         first: tried first.

@@ -1,4 +1,6 @@
-"""What depends on vLLM's release: its private names, what we replace in it, and what its releases change. One file per seam.
+"""What depends on vLLM's release: its private names, what we replace in it, and what its releases change.
+
+One file per seam.
 
 | file | seam |
 |---|---|
@@ -11,4 +13,4 @@
 | `patches.py` | everything else that we replace |
 
 Outside of this folder, only names that vLLM documents are imported (`tests/engines/test_vllm_facts.py`).
-"""
+"""  # noqa: E501

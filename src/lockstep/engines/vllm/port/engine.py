@@ -42,7 +42,9 @@ if TYPE_CHECKING:
 
 
 def build_engine(arguments: Mapping[str, Any]) -> None:
-    """Let vLLM build its settings from arguments of `vllm.LLM`, and choose the loader of the weights. No weight is read.
+    """Let vLLM build its settings from arguments of `vllm.LLM`, and choose the loader of the weights.
+
+    No weight is read.
 
     Raises:
         Exception: of vLLM, about a value that it cannot use.
@@ -107,7 +109,9 @@ def effective_settings(vllm_config: Any) -> dict[str, Any]:
         "prefix_caching": bool(vllm_config.cache_config.enable_prefix_caching),
         "async_scheduling": bool(vllm_config.scheduler_config.async_scheduling),
         "quantization": config.quantization,
-        "sampling_defaults": {k: v for k, v in defaults.items() if k in NEUTRAL_SAMPLING and v != NEUTRAL_SAMPLING[k]},
+        "sampling_defaults": {
+            k: v for k, v in defaults.items() if k in NEUTRAL_SAMPLING and v != NEUTRAL_SAMPLING[k]
+        },
         "model_config": _model_config(config),
         "kept_ids": True,
         "structured_outputs": _structured_outputs(vllm_config.structured_outputs_config),
@@ -121,8 +125,8 @@ def effective_settings(vllm_config: Any) -> dict[str, Any]:
 def _model_config(config: Any) -> dict[str, Any]:
     """The config's fields, as in the model's files.
 
-    If the files of a tied model also have a head, vLLM sets the field that ties them to False while it loads. After that it ties a
-    head that is equal to the embedding, and leaves the field at False.
+    If the files of a tied model also have a head, vLLM sets the field that ties them to False while it loads. After
+    that it ties a head that is equal to the embedding, and leaves the field at False.
     """
     fields = fields_of_parts(config.hf_text_config, config.hf_config)
     if getattr(config, "word_embeddings_untied_by_checkpoint", False):
@@ -131,27 +135,37 @@ def _model_config(config: Any) -> dict[str, Any]:
 
 
 def searches_top_p() -> bool:
-    """Whether vLLM searches the edge of top-p. With Triton, both of its model runners do so, for batches of every size."""
+    """Whether vLLM searches the edge of top-p.
+
+    With Triton, both of its model runners do so, for batches of every size.
+    """
     from vllm.v1.sample.ops.topk_topp_sampler import HAS_TRITON
 
     return bool(HAS_TRITON)
 
 
 def _architecture(config: Any) -> str:
-    """The name of the model's class. For a class that vLLM does not have, vLLM would name its Transformers backend instead."""
+    """The name of the model's class.
+
+    For a class that vLLM does not have, vLLM would name its Transformers backend instead.
+    """
     return config.hf_config.architectures[0] if config.using_transformers_backend() else config.architecture
 
 
 def _structured_outputs(config: Any) -> str:
     """The library that makes the masks of grammars, and its settings that are not vLLM's defaults."""
     defaults = {"disable_any_whitespace": False, "reasoning_parser": "", "enable_in_reasoning": False}
-    changed = [f"{name}={getattr(config, name)}" for name in defaults if getattr(config, name) != defaults[name]]
+    changed = [
+        f"{name}={getattr(config, name)}" for name in defaults if getattr(config, name) != defaults[name]
+    ]
     return ", ".join([str(config.backend), *changed])
 
 
 def splits_prompts(vllm_config: Any) -> bool:
     """Whether a CPU engine may compute a prompt in parts. A request with its own seed then fails (vLLM 0.32.0)."""
-    return vllm_config.device_config.device_type == "cpu" and bool(vllm_config.scheduler_config.enable_chunked_prefill)
+    return vllm_config.device_config.device_type == "cpu" and bool(
+        vllm_config.scheduler_config.enable_chunked_prefill
+    )
 
 
 def settings_from(found: Mapping[str, Any]) -> EngineSettings:
@@ -188,7 +202,8 @@ def request_limits(vllm_config: Any) -> dict[str, int]:
     """The largest number of ids that one request may name, per setting; empty: there is no limit.
 
     Returns:
-        `allowed_token_ids`, `logit_bias`: ids. `end_ids`: ids, in a request with `min_tokens`. `bad_words`: sequences of ids.
+        `allowed_token_ids`, `logit_bias`: ids. `end_ids`: ids, in a request with `min_tokens`. `bad_words`: sequences
+            of ids.
         `bad_word_ids`: ids of all these sequences together.
     """
     if not vllm_config.use_v2_model_runner:
@@ -327,7 +342,8 @@ class Sleep:
             self._key = new_key()
             self._digests = self._call(weight_digests, f"{self._key:x}")
         else:
-            # Before the weights are gone, so that no failure can leave the engine with a record of weights that it lost.
+            # Before the weights are gone, so that no failure can leave the engine with a record of weights that it
+            # lost.
             self._call(forget_weights)
         self._llm.sleep(level=self.level)
         self._asleep = (_WEIGHTS, _CACHE)
@@ -336,8 +352,8 @@ class Sleep:
         """Wake the weights, and not the cache. The engine can then receive a push, and its modules can be probed.
 
         Returns:
-            Of each worker, the parameters that do not have the bytes with which they fell asleep. Empty if nothing slept, or after
-            level 2.
+            Of each worker, the parameters that do not have the bytes with which they fell asleep. Empty if nothing
+            slept, or after level 2.
         """
         if not self.is_asleep:
             return []
@@ -366,7 +382,9 @@ class Sleep:
 
 
 def _differing(before: dict[str, str], now: dict[str, str]) -> Woken:
-    return Woken(len(before), sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)))
+    return Woken(
+        len(before), sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    )
 
 
 def weight_digests(worker: Any, key: str) -> dict[str, str]:
@@ -379,5 +397,8 @@ def weight_digests(worker: Any, key: str) -> dict[str, str]:
 
 
 def forget_weights(worker: Any) -> None:
-    """Let a worker forget which weights it holds. It then refuses a push of changes. vLLM calls it inside the worker."""
+    """Let a worker forget which weights it holds.
+
+    It then refuses a push of changes. vLLM calls it inside the worker.
+    """
     worker.weight_transfer_engine.forget_weights()

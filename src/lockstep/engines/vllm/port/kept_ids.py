@@ -38,7 +38,10 @@ class KeptIdsRecorder:
         self._found: Any = None
 
     def sample(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Replaces vLLM's `Sampler.sample`. The log-probs that it returns are after all filters: −inf outside the sets."""
+        """Replaces vLLM's `Sampler.sample`.
+
+        The log-probs that it returns are after all filters: −inf outside the sets.
+        """
         sampled, logprobs = self._sample(*args, **kwargs)
         limits = self._limits()
         if logprobs is not None and limits.any():
@@ -46,7 +49,10 @@ class KeptIdsRecorder:
         return sampled, logprobs
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Replaces vLLM's `sample_tokens`, which makes one step for all running requests. Adds the sets to its output."""
+        """Replaces vLLM's `sample_tokens`, which makes one step for all running requests.
+
+        Adds the sets to its output.
+        """
         self._found = None
         output = self._sample_tokens(*args, **kwargs)
         if self._found is not None:
@@ -82,7 +88,9 @@ class SecondRunnerKeptIds:
         self._limits[place] = (parameters.extra_args or {}).get(MAX_KEPT_IDS, 0)
         self._add_request(place, parameters)
 
-    def sample(self, logits: Any, expanded: Any, mapping: Any, places: np.ndarray, *args: Any, **kwargs: Any) -> Any:
+    def sample(
+        self, logits: Any, expanded: Any, mapping: Any, places: np.ndarray, *args: Any, **kwargs: Any
+    ) -> Any:
         """Replaces vLLM's `Sampler.sample`, which computes the sets of all its requests or of none."""
         self._sampler.return_sampling_mask = bool(self._limits[places].any())
         return self._sample(logits, expanded, mapping, places, *args, **kwargs)
@@ -104,8 +112,8 @@ def kept_rows(logprobs: torch.Tensor, limits: np.ndarray) -> tuple[np.ndarray, n
         limits: (rows,) largest number of ids per row. If a row has more ids, or if its limit is 0, its set is empty.
 
     Returns:
-        (M,) int32 ids of all rows, ascending within each row; and (rows + 1,) int64 offset at which the ids of each row begin, with
-        M as the last entry.
+        (M,) int32 ids of all rows, ascending within each row; and (rows + 1,) int64 offset at which the ids of each
+        row begin, with M as the last entry.
     """
     asked = np.flatnonzero(limits)
     part = logprobs if len(asked) == len(limits) else logprobs[torch.from_numpy(asked).to(logprobs.device)]
@@ -141,7 +149,10 @@ def record_kept_ids(worker: Any) -> None:
 
 
 def carry_kept_ids() -> None:
-    """Change vLLM in two ways: its scheduler passes kept ids on, and requests may give bad words as ids. Safe to call again."""
+    """Change vLLM in two ways: its scheduler passes kept ids on, and requests may give bad words as ids.
+
+    Safe to call again.
+    """
     from vllm import SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -156,8 +167,8 @@ def carry_kept_ids() -> None:
 
     def read_words_and_ids(self: Any, tokenizer: Any) -> None:
         read_words(self, tokenizer)
-        # vLLM takes bad words as text, and its tokenizer makes ids of them, with and without a space before them. These ids may
-        # differ from the ids of the request.
+        # vLLM takes bad words as text, and its tokenizer makes ids of them, with and without a space before them.
+        # These ids may differ from the ids of the request.
         if words := (self.extra_args or {}).get(BAD_WORDS):
             self._bad_words_token_ids = [list(word) for word in words]
 

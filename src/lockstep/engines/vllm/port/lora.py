@@ -27,7 +27,8 @@ from lockstep.contract.adapters import DOWN
 from lockstep.contract.probe import sendable
 from lockstep.contract.tensors import LoadedWeights, dtype_name, tensor_specs
 
-# One entry per slot of vLLM whose adapter is used in a step: the slot, and the indices of its tokens. None: all tokens use it.
+# One entry per slot of vLLM whose adapter is used in a step: the slot, and the indices of its tokens. None: all
+# tokens use it.
 SlotTokens = list[tuple[int, torch.Tensor | None]]
 
 
@@ -46,7 +47,9 @@ class CPUKernel:
             self._slots = tokens_by_slot(wrapper.token_lora_indices)
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
-        """Replaces vLLM's `update_metadata`. vLLM calls it before each step that has other requests than the last one."""
+        """Replaces vLLM's `update_metadata`. vLLM calls it before each step that has other requests than the last
+        one.
+        """
         self._update(*args, **kwargs)
         self._slots = tokens_by_slot(self._wrapper.token_lora_indices)
 
@@ -72,7 +75,8 @@ class CPUKernel:
             inputs = x if tokens is None else x[tokens]
             added = torch.cat(
                 [
-                    ((inputs.float() @ down[slot, 0].float().T) * scale).to(y.dtype) @ up[slot, 0].to(y.dtype).T
+                    ((inputs.float() @ down[slot, 0].float().T) * scale).to(y.dtype)
+                    @ up[slot, 0].to(y.dtype).T
                     for down, up in zip(lora_a_stacked, lora_b_stacked, strict=True)
                 ],
                 dim=-1,
@@ -115,7 +119,9 @@ _REMEMBERED = 1024
 
 
 class _Place(NamedTuple):
-    """The module in which vLLM computes an adapted layer, and the index of the layer in that module (0 if it is not fused)."""
+    """The module in which vLLM computes an adapted layer, and the index of the layer in that module (0 if it is not
+    fused).
+    """
 
     module: Any
     part: int
@@ -142,7 +148,9 @@ class MemoryLoader:
         return self._manager._adapter_manager
 
     def keep(self, name: str, tensors: Iterable[Named]) -> LoadedWeights:
-        """Copy the tensors of an adapter. vLLM loads the adapter afterwards, and again if it has dropped it for another one."""
+        """Copy the tensors of an adapter. vLLM loads the adapter afterwards, and again if it has dropped it for
+        another one.
+        """
         kept = [(key, tensor.detach().cpu().clone()) for key, tensor in tensors]
         self.tensors[name] = kept
         return LoadedWeights(tensor_specs(kept), ())
@@ -211,7 +219,9 @@ def load_from_memory(worker: Any) -> MemoryLoader | None:
 
 
 def adapter_state(worker: Any) -> dict[str, Any] | None:
-    """The limits of a worker and the names of the adapters that it holds, as JSON types; None: vLLM was started without LoRA."""
+    """The limits of a worker and the names of the adapters that it holds, as JSON types; None: vLLM was started
+    without LoRA.
+    """
     memory = load_from_memory(worker)
     if memory is None:
         return None
@@ -237,7 +247,8 @@ def drop_adapters(worker: Any, names: Sequence[str]) -> None:
 def read_adapter_back(worker: Any, name: str) -> LoadedWeights:
     """The tensors of an adapter, read back from the slot that vLLM computes with.
 
-    With tensor parallelism, each worker has only a part of some tensors. These tensors are not read back; the probe covers them.
+    With tensor parallelism, each worker has only a part of some tensors. These tensors are not read back; the probe
+    covers them.
     """
     memory = _memory(worker)
     slot = memory.slots.lora_index_to_id.index(memory.activate(name))
@@ -250,15 +261,19 @@ def read_adapter_back(worker: Any, name: str) -> LoadedWeights:
             continue
         stacked = place.module.lora_a_stacked if key.endswith(DOWN) else place.module.lora_b_stacked
         if place.module.tp_size == 1:
-            # A slot may be larger than the tensor. The rest must be zero; otherwise the whole slot is reported, so that the
-            # comparison fails.
+            # A slot may be larger than the tensor. The rest must be zero; otherwise the whole slot is reported, so
+            # that the comparison fails.
             whole = stacked[place.part][slot, 0]
-            found.append((key, whole[: shape[0], : shape[1]] if not _has_values_beyond(whole, shape) else whole))
+            found.append(
+                (key, whole[: shape[0], : shape[1]] if not _has_values_beyond(whole, shape) else whole)
+            )
     return LoadedWeights(tensor_specs(found), tuple(untouched))
 
 
 def probe_adapter(worker: Any, name: str, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
-    """For each adapted layer that this worker has: its output with the adapter, its output without, and the difference (3, N)."""
+    """For each adapted layer that this worker has: its output with the adapter, its output without, and the
+    difference (3, N).
+    """
     from lockstep.engines.vllm.port.probe import linear_output, whole_parts
 
     memory = _memory(worker)
@@ -279,7 +294,8 @@ def probe_adapter(worker: Any, name: str, layers: Sequence[str], seed: int) -> d
 
 
 def use_adapter(worker: Any, name: str | None, rows: int) -> None:
-    """Let the modules use an adapter for inputs of `rows` rows, until vLLM's next step sets the adapters of its own rows.
+    """Let the modules use an adapter for inputs of `rows` rows, until vLLM's next step sets the adapters of its own
+    rows.
 
     Args:
         name: name of the adapter; None: no adapter.

@@ -44,7 +44,9 @@ _TABLE = "torch._inductor.lowering"
 
 
 def import_without_compiler() -> None:
-    """Import vLLM without the compiler's table of operations. vLLM skips its own operations if the table cannot be imported."""
+    """Import vLLM without the compiler's table of operations. vLLM skips its own operations if the table cannot be
+    imported.
+    """
     if _TABLE in sys.modules or "vllm" in sys.modules:
         return
     # If `sys.modules` holds None for a module, Python raises ImportError for its import.
@@ -67,7 +69,10 @@ def count_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def count_without_compiling() -> None:
-    """Let vLLM's sampler count ranks with `count_at_least`. Called after vLLM is imported, in the process that samples."""
+    """Let vLLM's sampler count ranks with `count_at_least`.
+
+    Called after vLLM is imported, in the process that samples.
+    """
     from vllm.v1.sample import sampler
 
     sampler.batched_count_greater_than = count_at_least
@@ -77,7 +82,8 @@ def count_without_compiling() -> None:
 def own_classes_for_vllm() -> Iterator[Callable[[torch.nn.Module], None]]:
     """At the end of the context, restore the classes of transformers that vLLM has changed inside it.
 
-    Yields a function. Call it inside the context with vLLM's model: it gives each module whose class was changed a new class.
+    Yields a function. Call it inside the context with vLLM's model: it gives each module whose class was changed a
+    new class.
     """
     from vllm.model_executor.models.transformers.base import Base
 
@@ -130,13 +136,18 @@ def register_norms() -> None:
         return
     usable = not torch.cuda.is_available()
     ir.ops.rms_norm.register_impl(CPU_NORMS, supported=usable, supports_args=_supports_norm)(_norm)
-    ir.ops.fused_add_rms_norm.register_impl(CPU_NORMS, supported=usable, supports_args=_supports_sum, inplace=True)(
-        _norm_of_sum
-    )
+    ir.ops.fused_add_rms_norm.register_impl(
+        CPU_NORMS, supported=usable, supports_args=_supports_sum, inplace=True
+    )(_norm_of_sum)
 
 
 def _supports_norm(x: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> bool:
-    fits = variance_size is None and weight is not None and weight.dtype == x.dtype and x.shape[-1] % _VECTOR == 0
+    fits = (
+        variance_size is None
+        and weight is not None
+        and weight.dtype == x.dtype
+        and x.shape[-1] % _VECTOR == 0
+    )
     return fits and (x.dtype == torch.float32 or kernels_round(x.dtype))
 
 
@@ -161,7 +172,9 @@ def _norm(
     return result
 
 
-def _supports_sum(x: Any, x_residual: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> bool:
+def _supports_sum(
+    x: Any, x_residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
+) -> bool:
     whole = x.is_contiguous() and x_residual.is_contiguous() and x_residual.dtype == x.dtype
     return whole and _supports_norm(x, weight, epsilon, variance_size)
 
@@ -178,7 +191,10 @@ def _norm_of_sum(
 
 
 def find_files_by_name() -> None:
-    """Let the modules of vLLM that search a model's directory take its name as it is. It may be called several times."""
+    """Let the modules of vLLM that search a model's directory take its name as it is.
+
+    It may be called several times.
+    """
     from vllm.model_executor.model_loader import default_loader, weight_utils
 
     for module in (default_loader, weight_utils):
@@ -194,8 +210,8 @@ def _in_directory(pattern: str) -> list[str]:
 def keep_process_group() -> None:
     """Let vLLM leave a process group alone that it has not made.
 
-    When an engine is closed, or could not start, vLLM 0.32.0 destroys the default process group of this process. If the model is in
-    worker processes, this is the group of the trainer's ranks.
+    When an engine is closed, or could not start, vLLM 0.32.0 destroys the default process group of this process. If
+    the model is in worker processes, this is the group of the trainer's ranks.
     """
     from vllm.distributed import parallel_state
 
@@ -216,7 +232,8 @@ _CARRIERS = ("process_input_sockets", "process_output_sockets", "WorkerAsyncOutp
 
 
 def end_without_carriers() -> None:
-    """Let a process of vLLM end when a thread that carries its messages ends by an error, such as an answer that cannot be encoded.
+    """Let a process of vLLM end when a thread that carries its messages ends by an error, such as an answer that
+    cannot be encoded.
 
     Otherwise the process would live on and answer nothing, and vLLM's health check would not notice it (vLLM 0.32.0).
     """
@@ -234,7 +251,9 @@ def end_without_carriers() -> None:
 
 
 def keep_files_together() -> None:
-    """Let vLLM put the file through which its processes meet into the private folder of the engine, where there is one."""
+    """Let vLLM put the file through which its processes meet into the private folder of the engine, where there is
+    one.
+    """
     from vllm.utils import network_utils
 
     class Folder:
@@ -249,8 +268,8 @@ def keep_files_together() -> None:
 def inspect_classes_here() -> None:
     """Let vLLM inspect a model's class in this process, if this build of PyTorch has no GPU.
 
-    vLLM does it in a separate process, so that CUDA is not started too early. On a build for CPUs that process would only import
-    all of vLLM again, without `lockstep.start_up`.
+    vLLM does it in a separate process, so that CUDA is not started too early. On a build for CPUs that process would
+    only import all of vLLM again, without `lockstep.start_up`.
     """
     from vllm.model_executor.models import registry
 
@@ -263,7 +282,8 @@ def _run_in_this_process(function: Callable[[], Result]) -> Result:
 
 
 def request_amx() -> None:
-    """Linux lets a process use AMX only after the process has requested it. oneDNN makes this request; vLLM's own bf16 kernels do
-    not. Small models use only vLLM's kernels. Without this request their workers die of an illegal instruction (vLLM 0.32.0)."""
+    """Linux lets a process use AMX only after the process has requested it. oneDNN makes this request; vLLM's own
+    bf16 kernels do not. Small models use only vLLM's kernels. Without this request their workers die of an illegal
+    instruction (vLLM 0.32.0)."""
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()

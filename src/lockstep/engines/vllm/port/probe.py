@@ -41,7 +41,10 @@ from lockstep.engines.vllm.port.quantised import quantization_of
 
 
 def whole_outputs(module: LinearBase) -> int:
-    """Number of outputs of a whole linear module. If several workers hold copies of a key or value head, it counts once."""
+    """Number of outputs of a whole linear module.
+
+    If several workers hold copies of a key or value head, it counts once.
+    """
     return sum(whole_parts(module))
 
 
@@ -116,7 +119,9 @@ def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModule
             unreached += [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
         else:
             has_bias = kind == "linear" and getattr(module, "bias", None) is not None
-            probed[name] = ProbedModule(name, kind, tensors, _outputs(module), has_bias, quantization_of(module))
+            probed[name] = ProbedModule(
+                name, kind, tensors, _outputs(module), has_bias, quantization_of(module)
+            )
     _add_tied_head(probed)
     return EngineModules(probed, tuple(unreached))
 
@@ -150,7 +155,9 @@ def _own_name(name: str) -> str:
 
 
 def linear_output(name: str, module: Any, seed: int, *, with_zeros: bool = False) -> torch.Tensor:
-    """(rows, outputs) outputs of a whole linear module for its probe input. The module may have a LoRA layer of vLLM around it.
+    """(rows, outputs) outputs of a whole linear module for its probe input.
+
+    The module may have a LoRA layer of vLLM around it.
 
     Args:
         with_zeros: whether to add a second row, the outputs for a row of zeros.
@@ -184,8 +191,11 @@ def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
     if isinstance(module, VocabParallelEmbedding):
         rows = sent(probe_rows(seed, name, module.org_vocab_size, every=every), module.weight.device)
         vector = sent(probe_vector(seed, name, module.embedding_dim), module.weight.device)
-        # Without the scale that a class of transformers adds (VaultGemma). Other models of vLLM scale outside the module.
-        found = [VocabParallelEmbedding.forward(module, own).float() @ vector for own in rows.split(PROBED_ROWS)]
+        # Without the scale that a class of transformers adds (VaultGemma). Other models of vLLM scale outside the
+        # module.
+        found = [
+            VocabParallelEmbedding.forward(module, own).float() @ vector for own in rows.split(PROBED_ROWS)
+        ]
         return torch.cat(found)
     if isinstance(module, RoutedExperts):
         chosen = torch.tensor(probe_experts(seed, name, module.global_num_experts, every=every))
@@ -193,18 +203,29 @@ def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
         inputs = sent(expert_input(seed, name, module.hidden_size).to(dtype), device)
         inputs = inputs.expand(len(chosen), -1).contiguous()
         weights = torch.ones(len(chosen), 1, dtype=torch.float32, device=device)
-        return module.forward_modular(inputs, weights, sent(chosen[:, None].to(torch.int32), device)).flatten()
+        return module.forward_modular(
+            inputs, weights, sent(chosen[:, None].to(torch.int32), device)
+        ).flatten()
     return torch.cat([p.detach().flatten() for _, p in module.named_parameters(recurse=False)])
 
 
 def _expert_tensors(module: Any, checkpoint_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Checkpoint names of the projections of each expert. Empty: the module has no experts, or the probe cannot test their kind."""
-    if not isinstance(module, RoutedExperts) or module.quant_method.is_monolithic or module.moe_config.has_bias:
+    """Checkpoint names of the projections of each expert.
+
+    Empty: the module has no experts, or the probe cannot test their kind.
+    """
+    if (
+        not isinstance(module, RoutedExperts)
+        or module.quant_method.is_monolithic
+        or module.moe_config.has_bias
+    ):
         return ()
     if module.moe_config.tp_size > 1 or module.use_ep or not module.moe_config.is_act_and_mul:
         return ()
     projections = (module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name)
-    found = tuple(f"{module.layer_name}.{e}.{p}.weight" for e in range(module.global_num_experts) for p in projections)
+    found = tuple(
+        f"{module.layer_name}.{e}.{p}.weight" for e in range(module.global_num_experts) for p in projections
+    )
     return found if set(found) <= set(checkpoint_names) else ()
 
 
@@ -220,7 +241,8 @@ def _outputs(module: Any) -> int:
 
 def _with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, module in model.named_modules():
-        # Ask each module for its own parameters: the `named_parameters` of the whole model lists a tied parameter only once.
+        # Ask each module for its own parameters: the `named_parameters` of the whole model lists a tied parameter
+        # only once.
         if next(module.parameters(recurse=False), None) is not None:
             # A module inside a LoRA layer is named as without the LoRA layer.
             yield name.removesuffix(_WRAPPED), module
@@ -230,7 +252,9 @@ def _kind(name: str, module: torch.nn.Module) -> tuple[ModuleKind | None, list[s
     """The kind of probe for a module (None: it cannot be probed), and the parameters whose checkpoint names it has."""
     if _is_convolution(module):
         whole = module.tp_size == 1
-        return ("values" if whole else None), [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
+        return ("values" if whole else None), [
+            f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)
+        ]
     if isinstance(module, ParallelLMHead | LinearBase):
         return "linear", [f"{name}.weight"]
     if isinstance(module, VocabParallelEmbedding):
@@ -241,7 +265,10 @@ def _kind(name: str, module: torch.nn.Module) -> tuple[ModuleKind | None, list[s
 
 
 def _is_convolution(module: Any) -> bool:
-    """Whether a linear module only holds the weight of a convolution, as in Mamba layers. Its own forward is never called."""
+    """Whether a linear module only holds the weight of a convolution, as in Mamba layers.
+
+    Its own forward is never called.
+    """
     return isinstance(module, LinearBase) and getattr(module, "weight", torch.empty(0)).dim() == 3
 
 
@@ -266,7 +293,9 @@ def _by_engine_name(model: Any, checkpoint_names: tuple[str, ...]) -> dict[str, 
         if found is None:
             continue
         mapped, shard = found
-        position = _SHARD_ORDER.index(shard) if shard in _SHARD_ORDER else shard if isinstance(shard, int) else 0
+        position = (
+            _SHARD_ORDER.index(shard) if shard in _SHARD_ORDER else shard if isinstance(shard, int) else 0
+        )
         if shard is None:
             mapped, position = _packed_into(mapped, packed)
         shards.setdefault(mapped, {})[position] = name
@@ -274,7 +303,10 @@ def _by_engine_name(model: Any, checkpoint_names: tuple[str, ...]) -> dict[str, 
 
 
 def _packed_into(name: str, packed: dict[str, list[str]]) -> tuple[str, int]:
-    """The fused parameter that contains a part, and the part's index in it. If there is none: the name itself, and 0."""
+    """The fused parameter that contains a part, and the part's index in it.
+
+    If there is none: the name itself, and 0.
+    """
     owner, _, parameter = name.rpartition(".")
     outer, _, part = owner.rpartition(".")
     for fused, parts in packed.items():

@@ -19,7 +19,10 @@ _SCHEMES = {Fp8PtpcOnlineLinearMethod: "fp8_per_channel"}
 
 
 def quantization_of(module: Any) -> str:
-    """The scheme in which a module computes; empty: it is not quantised. What is not supported has the name of vLLM's class."""
+    """The scheme in which a module computes; empty: it is not quantised.
+
+    What is not supported has the name of vLLM's class.
+    """
     method = getattr(module, "quant_method", None)
     if method is None or "Unquantized" in type(method).__name__:
         return ""
@@ -35,20 +38,29 @@ def code_digests(worker: Any, names: Sequence[str]) -> dict[str, str]:
     """
     model = worker.model_runner.model
     own = {name for name, _ in model.named_modules()}
-    return {name: _digest(model.get_submodule(path)) for name in names if (path := name.rpartition("/")[2]) in own}
+    return {
+        name: _digest(model.get_submodule(path)) for name in names if (path := name.rpartition("/")[2]) in own
+    }
 
 
 def quantise_inputs(worker: Any, wanted: bool) -> bool:
-    """Set whether the modules in 8 bits quantise their inputs. Otherwise they multiply them with the values of their codes.
+    """Set whether the modules in 8 bits quantise their inputs.
 
-    A canary without quantised inputs shows what stands between the modules: it has the gap of the engine's dtype, because no code
-    of an input can be rounded to its other neighbour.
+    Otherwise they multiply them with the values of their codes.
+
+    A canary without quantised inputs shows what stands between the modules: it has the gap of the engine's dtype,
+    because no code of an input can be rounded to its other neighbour.
 
     Returns:
-        False if it cannot be set here: vLLM runs a compiled program, which would not change, or a kernel has packed the codes.
+        False if it cannot be set here: vLLM runs a compiled program, which would not change, or a kernel has packed
+            the codes.
     """
-    modules = [m for m in worker.model_runner.model.modules() if isinstance(m, LinearBase) and quantization_of(m)]
-    readable = all(type(m.quant_method) in _SCHEMES and m.weight.dtype == torch.float8_e4m3fn for m in modules)
+    modules = [
+        m for m in worker.model_runner.model.modules() if isinstance(m, LinearBase) and quantization_of(m)
+    ]
+    readable = all(
+        type(m.quant_method) in _SCHEMES and m.weight.dtype == torch.float8_e4m3fn for m in modules
+    )
     if not modules or not readable or not worker.vllm_config.model_config.enforce_eager:
         return False
     for module in modules:
@@ -70,5 +82,7 @@ def _digest(module: Any) -> str:
         return ""
     # vLLM keeps the codes of this scheme as (inputs, outputs).
     codes, scales = module.weight.t(), module.weight_scale
-    whole = tuple(codes.shape) == (module.output_size, module.input_size) and scales.numel() == module.output_size
+    whole = (
+        tuple(codes.shape) == (module.output_size, module.input_size) and scales.numel() == module.output_size
+    )
     return codes_digest(codes, scales) if whole and codes.dtype == torch.float8_e4m3fn else ""

@@ -96,7 +96,12 @@ def restore_unloaded(model: torch.nn.Module) -> None:
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
-        if info.can_load() and not info.load_numel and info.kernel_tensors and not is_deferred_attention_layer(layer):
+        if (
+            info.can_load()
+            and not info.load_numel
+            and info.kernel_tensors
+            and not is_deferred_attention_layer(layer)
+        ):
             _place_kernel_tensors(layer, info)
             info.reset()
 
@@ -107,14 +112,16 @@ def repack_heads(model: torch.nn.Module, written: Collection[str]) -> None:
     Args:
         written: names of the model's parameters that this update has written.
 
-    vLLM 0.32.0 processes a layer when the layer's own weights have arrived. A tied head owns no weights. So on CPU it kept
-    the packed copy that was made at load, while the embedding that it shares was updated (fault W2).
+    vLLM 0.32.0 processes a layer when the layer's own weights have arrived. A tied head owns no weights. So on CPU it
+    kept the packed copy that was made at load, while the embedding that it shares was updated (fault W2).
     """
     # A LoRA layer around an embedding adds its own part to the name.
     named = model.named_parameters(remove_duplicate=False)
     new = {id(p) for name, p in named if name.replace(".base_layer", "") in written}
     loaded = [
-        layer for layer in _embeddings_and_heads(model) if any(id(p) in new for p in layer.parameters(recurse=False))
+        layer
+        for layer in _embeddings_and_heads(model)
+        if any(id(p) in new for p in layer.parameters(recurse=False))
     ]
     unquantised = [layer for layer in loaded if _is_unquantised(layer)]
     for layer in unquantised:
@@ -134,10 +141,12 @@ def repack_heads(model: torch.nn.Module, written: Collection[str]) -> None:
 
 
 def remove_expert_kernels(model: torch.nn.Module) -> dict[RoutedExperts, Any]:
-    """Remove the CPU kernels of experts, so that vLLM packs the weights of experts in this update as it did at the first load.
+    """Remove the CPU kernels of experts, so that vLLM packs the weights of experts in this update as it did at the
+    first load.
 
-    vLLM 0.32.0 packs and pads experts only if a layer has no kernel yet. If the old kernel stays, it reads the rows of the new
-    weights in the wrong order, and an update of padded experts fails (fault W10). If there is no kernel, vLLM makes a new one.
+    vLLM 0.32.0 packs and pads experts only if a layer has no kernel yet. If the old kernel stays, it reads the rows
+    of the new weights in the wrong order, and an update of padded experts fails (fault W10). If there is no kernel,
+    vLLM makes a new one.
 
     Returns:
         The old kernels. `restore_expert_kernels` gives them back to layers that received nothing.
@@ -162,8 +171,8 @@ def restore_expert_kernels(kernels: dict[RoutedExperts, Any]) -> None:
 def copy_pending(layers: Iterable[LayerReloadingInfo], temporary: Sequence[torch.Tensor]) -> None:
     """Copy the tensors that vLLM has received and not used yet.
 
-    vLLM writes a layer when all of its tensors have arrived. Until then it keeps references to them, and the next chunk would
-    overwrite their memory.
+    vLLM writes a layer when all of its tensors have arrived. Until then it keeps references to them, and the next
+    chunk would overwrite their memory.
 
     Args:
         layers: the result of `begin_reload`.
@@ -181,8 +190,8 @@ def half_loaded(model: torch.nn.Module) -> tuple[str, ...]:
     """Layers that received only some of their elements, for example one projection of a fused layer.
 
     Must be called before `end_reload`, which discards the counts. vLLM counts a fused parameter as loaded as
-    soon as its first part arrives. Embeddings and heads are left out, because they may hold padding that is never sent. If one of
-    them is missing completely, the comparison of names finds it.
+    soon as its first part arrives. Embeddings and heads are left out, because they may hold padding that is never
+    sent. If one of them is missing completely, the comparison of names finds it.
     """
     half = []
     for name, layer in model.named_modules():
@@ -213,7 +222,8 @@ def _has_loaded_layout(info: LayerReloadingInfo) -> bool:
     )
 
 
-# Merged or cast tensors are loaded in parts of this size. In memory are two parts at most, and the tensors that vLLM still needs.
+# Merged or cast tensors are loaded in parts of this size. In memory are two parts at most, and the tensors that vLLM
+# still needs.
 PART_BYTES = 16 << 20
 _BASE_LAYER = ".base_layer"
 
@@ -255,12 +265,14 @@ class WireUpdate(WeightTransferUpdateInfo):
 
     Attributes:
         chunks: what each chunk may hold (`chunks.TensorPlace`).
-        rank: rank of this server's first worker among the `size` ranks of the push (over gloo and NCCL the trainer is one of them).
+        rank: rank of this server's first worker among the `size` ranks of the push (over gloo and NCCL the trainer is
+            one of them).
         push: number of the push, in the segment.
         timeout: seconds to wait for one chunk.
         secret: the secret of this push over gloo or NCCL (`weights/wire/groups.py`).
         base: digest of the weights that the engine must already hold; empty: the tensors are all weights of the model.
-        keeps: whether the worker keeps a copy of what it receives. Then later pushes can send only the changed elements.
+        keeps: whether the worker keeps a copy of what it receives. Then later pushes can send only the changed
+            elements.
         group: name of the group of devices that stays between pushes (`weights/wire/groups.py`).
         digest_key: key of the push's digests, in hex; empty: they are xxh3.
     """
@@ -299,7 +311,9 @@ class _LayerwiseTransfer(WeightTransferEngine):
 
     @property
     def base_digest(self) -> str:
-        """Digest of the weights that the engine holds; empty during an update, and where some parameters received nothing."""
+        """Digest of the weights that the engine holds; empty during an update, and where some parameters received
+        nothing.
+        """
         return "" if self._is_updating or self.acknowledgement.untouched else self.held.digest
 
     def forget_weights(self) -> None:
@@ -308,7 +322,8 @@ class _LayerwiseTransfer(WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         if self._is_updating:
-            # The previous update failed half-way, and some layers have only a part of their tensors. Restore them first.
+            # The previous update failed half-way, and some layers have only a part of their tensors. Restore them
+            # first.
             end_reload(self.model, self.model_config)
         self._is_updating = True
         self.acknowledgement = LoadedWeights((), ())
@@ -318,7 +333,8 @@ class _LayerwiseTransfer(WeightTransferEngine):
         self._layers = begin_reload(self.model)
         # A module in 8 bits computes with scales, which it makes of the loaded weight itself.
         loaded = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        # A LoRA layer around a module adds `.base_layer` to the names of parameters. `load_weights` reports names without it.
+        # A LoRA layer around a module adds `.base_layer` to the names of parameters. `load_weights` reports names
+        # without it.
         self._parameters = tuple(name.replace(_BASE_LAYER, "") for name in computed_with if name in loaded)
         self._kernels = remove_expert_kernels(self.model)
 
@@ -335,9 +351,12 @@ class _LayerwiseTransfer(WeightTransferEngine):
         begun = begin_specs(arrived)
         try:
             with StoredNames(arrived) as stored:
-                written = {name.replace(_BASE_LAYER, "") for name in self.model.load_weights(iter(arrived)) or ()}
+                written = {
+                    name.replace(_BASE_LAYER, "") for name in self.model.load_weights(iter(arrived)) or ()
+                }
         finally:
-            # When this returns, nothing reads the tensors in main memory any more. A GPU reads its own in the order of the stream.
+            # When this returns, nothing reads the tensors in main memory any more. A GPU reads its own in the order
+            # of the stream.
             begun.settle()
         self._loaded.append((begun, written, stored.names))
 
@@ -369,7 +388,8 @@ class InProcessWeightTransfer(_LayerwiseTransfer):
         if not self.held.accepts_base(update_info.base):
             return
         if isinstance(tensors, Update) and tensors.is_model_memory:
-            # Load all tensors in one call, because vLLM searches the whole model for tied weights at the start of each load.
+            # Load all tensors in one call, because vLLM searches the whole model for tied weights at the start of
+            # each load.
             self.load(list(tensors))
         else:
             for part in chunks(tensors, PART_BYTES):
@@ -442,7 +462,9 @@ class ServerWeightTransfer(_LayerwiseTransfer):
             info: the fields of `WireUpdate`.
             segment: name of the trainer's segment, if it sends through shared memory.
         """
-        with contextlib.closing(self._incoming_pieces(WireUpdate(**info), self._segments.get(segment))) as incoming:
+        with contextlib.closing(
+            self._incoming_pieces(WireUpdate(**info), self._segments.get(segment))
+        ) as incoming:
             return [(name, tensor.clone()) for pieces in incoming for name, tensor in _whole_tensors(pieces)]
 
     def _incoming_pieces(
@@ -497,9 +519,10 @@ _READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 class StoredNames(TorchDispatchMode):
     """Follows sent tensors through the operations of a load, and finds which of them vLLM has stored.
 
-    `load_weights` of vLLM skips tensors for which its model has no place, without an error: for example every bias that its modules
-    do not have. The names that it returns are those of its own parameters. Therefore the sent tensors themselves are followed. What
-    is computed from a sent tensor belongs to the tensor's name. `weights/push.py` refuses a push of which a tensor was not stored.
+    `load_weights` of vLLM skips tensors for which its model has no place, without an error: for example every bias
+    that its modules do not have. The names that it returns are those of its own parameters. Therefore the sent
+    tensors themselves are followed. What is computed from a sent tensor belongs to the tensor's name.
+    `weights/push.py` refuses a push of which a tensor was not stored.
 
     Args:
         arrived: the sent tensors, by name. The caller keeps them alive.

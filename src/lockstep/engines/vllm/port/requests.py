@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 
 def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
-    """The fields of `vllm.SamplingParams` for a request, as JSON types. They go to vLLM in this process or to a server."""
+    """The fields of `vllm.SamplingParams` for a request, as JSON types.
+
+    They go to vLLM in this process or to a server.
+    """
     sampling: Sampling = request.sampling
     return {
         "n": 1,
@@ -87,7 +90,8 @@ def _structured_outputs(grammar: Grammar) -> dict[str, str]:
     return {"grammar": as_ebnf(grammar.spec)} if grammar.kind == "choice" else {grammar.kind: grammar.spec}
 
 
-# The fields of a request that scores its prompt. For such a request, vLLM neither reads its prefix cache nor applies a temperature.
+# The fields of a request that scores its prompt. For such a request, vLLM neither reads its prefix cache nor applies
+# a temperature.
 SCORING_FIELDS = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
 
 
@@ -119,7 +123,9 @@ def _params(fields: Mapping[str, Any], partial: bool = False) -> Any:
 
 @contextmanager
 def refusals(what: str) -> Iterator[None]:
-    """Inside the context vLLM is given a request. It refuses, for example, a JSON schema with a part that xgrammar would ignore.
+    """Inside the context vLLM is given a request.
+
+    It refuses, for example, a JSON schema with a part that xgrammar would ignore.
 
     Raises:
         InputError: vLLM refuses it.
@@ -170,7 +176,9 @@ def completion(key: RequestKey, output: RequestOutput, *, filtered: bool, adapte
     )
 
 
-def reported_kept_ids(key: RequestKey, sets: Sequence[Sequence[int]] | None, *, filtered: bool) -> KeptIds | None:
+def reported_kept_ids(
+    key: RequestKey, sets: Sequence[Sequence[int]] | None, *, filtered: bool
+) -> KeptIds | None:
     """The kept ids of an answer of vLLM; None if the answer has none.
 
     If a request without filters is in the same batch as a request with filters, vLLM puts empty sets into its answer.
@@ -210,8 +218,8 @@ def versions_of(key: RequestKey, spans: Sequence[tuple[int, int, int]], tokens: 
     """(tokens,) weight version of each token.
 
     Args:
-        spans: spans of tokens with the same version, in order: the version, the index of the first token, and the index after the
-            last token. They may contain tokens after the end of the completion.
+        spans: spans of tokens with the same version, in order: the version, the index of the first token, and the
+            index after the last token. They may contain tokens after the end of the completion.
         tokens: number of tokens of the completion.
 
     Raises:
@@ -221,13 +229,19 @@ def versions_of(key: RequestKey, spans: Sequence[tuple[int, int, int]], tokens: 
         return whole_numbers(())
     bounds = [bound for _, *span in spans for bound in span]
     # Each span begins where the one before has ended.
-    are_joined = bounds[:1] == [0] and all(start == end for end, start in zip(bounds[1::2], bounds[2::2], strict=False))
+    are_joined = bounds[:1] == [0] and all(
+        start == end for end, start in zip(bounds[1::2], bounds[2::2], strict=False)
+    )
     if not (
-        are_joined and all(type(bound) is int for bound in bounds) and bounds == sorted(bounds) and bounds[-1] >= tokens
+        are_joined
+        and all(type(bound) is int for bound in bounds)
+        and bounds == sorted(bounds)
+        and bounds[-1] >= tokens
     ):
         raise ProofError(
             "version",
-            f"request {key}: the weight versions of its {tokens} tokens come as the spans {bounds!s:.80}, which do not cover each "
+            f"request {key}: the weight versions of its {tokens} tokens come as the spans {bounds!s:.80}, "
+            f"which do not cover each "
             "token once",
             "the engine's answer is damaged",
             "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
@@ -245,7 +259,8 @@ def prompt_logprobs(output: RequestOutput) -> tuple[float, ...]:
 
 
 _NUMBERS = (
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty",
     "min_tokens",
 )  # fmt: skip
 _OPTIONAL = ("logit_bias", "allowed_token_ids", "structured_outputs", "extra_args")
@@ -264,7 +279,10 @@ def check_sent(request: GenerationRequest, sent: Mapping[str, Any]) -> None:
     expected = {name: getattr(sampling, name) for name in _NUMBERS} | {"n": 1, "seed": request.seed}
     found = {name: sent.get(name) for name in expected}
     expected |= {"stop": list(sampling.stop), "logit_bias": dict(sampling.logit_bias)}
-    expected |= {"allowed_token_ids": list(sampling.allowed_token_ids or ()), "grammar": sampling.grammar is not None}
+    expected |= {
+        "allowed_token_ids": list(sampling.allowed_token_ids or ()),
+        "grammar": sampling.grammar is not None,
+    }
     expected |= {"skip_special_tokens": not sampling.stop}
     expected |= {"bad_words": [list(word) for word in sampling.bad_words]}
     found |= {"stop": list(sent.get("stop") or ()), "logit_bias": dict(sent.get("logit_bias") or {})}
@@ -279,13 +297,17 @@ def check_sent(request: GenerationRequest, sent: Mapping[str, Any]) -> None:
             "settings",
             f"request {request.key} goes to vLLM with {name}={found[name]!r:.80} instead of {expected[name]!r:.80}",
             "the conversion to vLLM's parameters lost or changed the setting, or vLLM itself changed it",
-            "install the version of vLLM that Lockstep is tested with; otherwise this is a defect of Lockstep: report it",
+            "install the version of vLLM that Lockstep is tested with; otherwise this is a defect of "
+            "Lockstep: report it",
         )
 
 
 def fields_of(params: Any) -> dict[str, Any]:
     """The fields of a `vllm.SamplingParams` that `check_sent` reads."""
-    return {name: getattr(params, name) for name in (*_NUMBERS, *_OPTIONAL, "n", "seed", "stop", "skip_special_tokens")}
+    return {
+        name: getattr(params, name)
+        for name in (*_NUMBERS, *_OPTIONAL, "n", "seed", "stop", "skip_special_tokens")
+    }
 
 
 # Number of pictures whose digests a worker remembers.
@@ -296,7 +318,8 @@ def picture_arguments(*, cache_gb: int = 0) -> dict[str, Any]:
     """Arguments of `vllm.LLM`, or of vLLM's server, for a model that reads pictures.
 
     Args:
-        cache_gb: GiB of vLLM's cache of inputs. A server needs it: a picture is sent once, and its requests name the digest.
+        cache_gb: GiB of vLLM's cache of inputs. A server needs it: a picture is sent once, and its requests name the
+            digest.
     """
     return {
         # The trainer has already normalised the pixels.
@@ -338,7 +361,9 @@ def prompt_with_pictures(prompt_ids: list[int], pictures: PromptPictures) -> Any
         of_rows = MultiModalFlatField(slices=[slice(0, len(piece.pixel_values))])
         fields = {name: MultiModalFieldElem(tensor, of_rows) for name, tensor in rows.items()}
         of_single = MultiModalBatchedField(keep_on_cpu=True)
-        return MultiModalKwargsItem(fields | {n: MultiModalFieldElem(t, of_single) for n, t in single.items()})
+        return MultiModalKwargsItem(
+            fields | {n: MultiModalFieldElem(t, of_single) for n, t in single.items()}
+        )
 
     pieces = pictures.in_pieces
     return mm_input(
@@ -356,7 +381,8 @@ def piece_places(pieces: PromptPictures) -> list[tuple[int, int]]:
         pieces: pictures in pieces.
 
     Raises:
-        LockstepError: there are other ids between the placeholders of a piece. vLLM would replace these ids by a part of the piece.
+        LockstepError: there are other ids between the placeholders of a piece. vLLM would replace these ids by a part
+            of the piece.
     """
     places = [(int(own[0]), len(own)) for own in pieces.places_of_each]
     if any(own[-1] - own[0] >= len(own) for own in pieces.places_of_each):
@@ -372,10 +398,16 @@ def holds_no_pictures(worker: Any) -> bool:
 
 
 def picture_cache_bytes(model_config: Any) -> int:
-    """Bytes of the cache in which vLLM's engine keeps the tensors of pictures by their digest; 0: there is no such cache."""
+    """Bytes of the cache in which vLLM's engine keeps the tensors of pictures by their digest; 0: there is no such
+    cache.
+    """
     found = model_config.multimodal_config
     # With vLLM's other kinds of cache, a request cannot name a picture by its digest alone.
-    return int(found.mm_processor_cache_gb * (1 << 30)) if found and found.mm_processor_cache_type == "lru" else 0
+    return (
+        int(found.mm_processor_cache_gb * (1 << 30))
+        if found and found.mm_processor_cache_type == "lru"
+        else 0
+    )
 
 
 class PictureRecorder:
@@ -404,32 +436,45 @@ class PictureRecorder:
 
 
 def _piece_in(tensors: Mapping[str, Any]) -> Picture | None:
-    """The piece of a picture that has these tensors. None: another program has made the tensors, or a tile is padded."""
-    found: dict[str, torch.Tensor] = {name: t.cpu().contiguous() for name, t in tensors.items() if hasattr(t, "cpu")}
+    """The piece of a picture that has these tensors.
+
+    None: another program has made the tensors, or a tile is padded.
+    """
+    found: dict[str, torch.Tensor] = {
+        name: t.cpu().contiguous() for name, t in tensors.items() if hasattr(t, "cpu")
+    }
     pixels = found.get("pixel_values")
     if pixels is None or pixels.dtype != torch.float32:
         return None
     piece = Picture(pixels, found.get("image_grid_thw", torch.tensor([1, 0, 0])), 0)
     rows, single = piece_tensors(piece)
     expected = rows | single
-    is_ours = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    is_ours = found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
     return piece if is_ours else None
 
 
 def record_pictures(worker: Any) -> None:
-    """Install a recorder in a vLLM worker, if there is none yet. The two model runners of vLLM prepare pictures in different
+    """Install a recorder in a vLLM worker, if there is none yet.
+
+    The two model runners of vLLM prepare pictures in different
     methods."""
     runner = worker.model_runner
     if hasattr(runner, "lockstep_pictures"):
         return
     second = getattr(getattr(runner, "model_state", None), "encoder_runner", None)
-    owner, name = (runner, "_batch_mm_inputs_from_scheduler") if second is None else (second, "prepare_mm_inputs")
+    owner, name = (
+        (runner, "_batch_mm_inputs_from_scheduler") if second is None else (second, "prepare_mm_inputs")
+    )
     if hasattr(owner, name):
         runner.lockstep_pictures = recorder = PictureRecorder(getattr(owner, name))
         setattr(owner, name, recorder.batch)
 
 
 def recorded_digests(worker: Any, digests: Sequence[str]) -> dict[str, str | None]:
-    """For each digest in a request, the digest of the tensors that the worker has encoded for it; None: it has encoded none."""
+    """For each digest in a request, the digest of the tensors that the worker has encoded for it; None: it has
+    encoded none.
+    """
     recorder = getattr(worker.model_runner, "lockstep_pictures", None)
     return {digest: None if recorder is None else recorder.digests.get(digest) for digest in digests}

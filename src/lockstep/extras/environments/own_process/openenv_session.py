@@ -19,7 +19,8 @@ try:
     from openenv.core import GenericEnvClient
 except ImportError as error:
     raise ImportError(
-        f"{sys.executable} cannot import openenv ({error}): run pip install openenv there, or name another Python with python="
+        f"{sys.executable} cannot import openenv ({error}): run pip install openenv there, or name another "
+        f"Python with python="
     ) from error
 
 _TYPES: dict[str, type] = {
@@ -69,11 +70,15 @@ class _Session:
                 {k: v for k, v in result.observation.items() if k not in _OPENENV_FIELDS}, ensure_ascii=False
             )
         if self._shown not in result.observation:
-            raise ValueError(f"the observation has no field {self._shown!r}; it has {', '.join(result.observation)}")
+            raise ValueError(
+                f"the observation has no field {self._shown!r}; it has {', '.join(result.observation)}"
+            )
         return str(result.observation[self._shown])
 
 
-def make_session(base_url: str, name: str, answer: str | None, shown: str | None, columns: Sequence[str]) -> _Session:
+def make_session(
+    base_url: str, name: str, answer: str | None, shown: str | None, columns: Sequence[str]
+) -> _Session:
     """The session, as an object of a class whose methods fit the server's actions."""
     try:
         url = f"{base_url.rstrip('/')}/schema"

@@ -44,7 +44,8 @@ def _load_environment(name: str, arguments: dict[str, Any]) -> Any:
         load_environment = verifiers.load_environment
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"{sys.executable} has no verifiers with load_environment ({error}): run pip install 'verifiers<0.2' there, or name "
+            f"{sys.executable} has no verifiers with load_environment ({error}): run pip install "
+            f"'verifiers<0.2' there, or name "
             "another Python with python="
         ) from error
     path, colon, function = name.rpartition(":")
