@@ -38,7 +38,7 @@ class Mutation(NamedTuple):
 
 ON_A_GPU = "tests/pretend_cuda/test_runs.py"
 COUNTS = f"{ON_A_GPU}::test_what_keeps_a_gpu_from_working_stays_below_what_is_asked"
-ALONE = "tests/sync/test_adapters_alone.py"
+ALONE = "tests/weights/test_adapters_alone.py"
 AUDIT = "tests/extras/audit/test_audit.py"
 EXPERTS = "tests/models/test_checkpoint_names.py"
 ROUTER_CUTS = (
@@ -53,23 +53,23 @@ POLICY = "tests/algorithms/test_policy_loss.py"
 MASKS = "tests/algorithms/test_masks_and_divergence.py"
 RETURNS = "tests/algorithms/test_returns.py"
 PAIRS = "tests/algorithms/test_preference_loss.py"
-GAP = "tests/parity/test_gap.py"
+GAP = "tests/watch/test_gap.py"
 QUANTISED_GAP = "tests/extras/fp8/test_quantised_gap.py"
 KILLER = "tests/test_kill_at_exit.py"
 FILES = "tests/training/test_whole_files.py tests/training/test_checkpoints_and_directory.py"
 LOCK = "tests/training/test_directory_lock.py"
-RECEIPT = "tests/parity/test_handshake_and_receipt.py"
+RECEIPT = "tests/watch/test_handshake_and_receipt.py"
 TOKENS = "tests/tokens/test_tokens.py"
-SAMPLES = "tests/parity/test_canary_and_samples.py::test_equal_samples_against_all_odds_are_refused"
-PAIRS_IN_A_GROUP = "tests/parity/test_canary_and_samples.py::test_pairs_of_equal_completions_are_refused"
-BETS = "tests/parity/test_draws.py::test_a_bet_pays_one_on_average"
-DRAWS = "tests/parity/test_draws.py"
+SAMPLES = "tests/watch/test_canary_and_samples.py::test_equal_samples_against_all_odds_are_refused"
+PAIRS_IN_A_GROUP = "tests/watch/test_canary_and_samples.py::test_pairs_of_equal_completions_are_refused"
+BETS = "tests/watch/test_draws.py::test_a_bet_pays_one_on_average"
+DRAWS = "tests/watch/test_draws.py"
 BACKWARD = "tests/training/test_model_gradient.py"
 PARTS = "tests/training/test_step_gradient.py"
 CUTS = "tests/training/test_accounting.py::test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved"  # noqa: E501
 ASKED_AGAIN = "tests/training/test_asked_again.py"
 DRAW_SUMS = "tests/training/test_draw_sums.py"
-ENDS = "tests/parity/test_ends.py"
+ENDS = "tests/watch/test_ends.py"
 ANSWERS = "tests/engines/test_answers.py"
 KEPT_ROWS = "tests/engines/test_vllm_kept_ids.py::test_a_row_has_its_finite_ids_if_it_has_a_limit_and_does_not_exceed_it"  # noqa: E501
 SAMPLING = "tests/engines/test_sampling_order.py"
@@ -79,7 +79,7 @@ DRIVER = "tests/rollouts/test_driver.py"
 BRANCHES = "tests/training/test_branches.py"
 FILTER_FIELDS = "tests/training/test_filter_fields.py"
 ONE_PLACE = "tests/training/test_one_place_of_a_field.py"
-LET_SLEEP = "tests/sync/test_let_sleep.py"
+LET_SLEEP = "tests/weights/test_let_sleep.py"
 WORKER_START = "tests/engines/test_worker_start.py"
 ENDS_SENT = (
     "tests/engines/test_vllm_requests.py::test_a_request_that_names_its_end_tokens_leaves_vllm_no_others"
@@ -89,11 +89,11 @@ MEMORY = "tests/training/test_memory.py"
 ADAPTED_MODELS = "tests/models/test_adapted_models.py"
 FAMILY_ATTENTION = "tests/training/test_family_attention.py"
 DIGESTS = "tests/engines/test_device_digest.py"
-KEYED = "tests/sync/test_keyed_pushes.py"
-PUSH = "tests/sync/test_push.py"
-LIVE = "tests/sync/test_live.py"
-CHANGES = "tests/sync/test_changes.py"
-EXPLAINED = "tests/parity/test_decomposition.py::test_a_fault_of_the_"
+KEYED = "tests/weights/test_keyed_pushes.py"
+PUSH = "tests/weights/test_push.py"
+LIVE = "tests/weights/test_live.py"
+CHANGES = "tests/weights/test_changes.py"
+EXPLAINED = "tests/watch/test_decomposition.py::test_a_fault_of_the_"
 PACKED = f"{EXPLAINED}packed_forward_is_not_blamed_on_the_engine[transformers-untied]"
 OF_ENGINE = f"{EXPLAINED}engine_is_not_blamed_on_the_packed_forward[transformers-untied]"
 TRANSFORMED = "tests/training/test_transformed_logits.py"
@@ -101,36 +101,36 @@ REWARDS = "tests/rollouts/test_rewards.py"
 GUARD = "tests/server/test_keys_guard_and_command.py::TestGuard"
 GREETING = "tests/server/test_greeting.py"
 COMMAND = "tests/server/test_keys_guard_and_command.py::TestCommand"
-STRANGERS = "tests/sync/test_gloo_strangers.py"
+STRANGERS = "tests/weights/test_gloo_strangers.py"
 MACHINE = "tests/server/test_machine.py"
 KEYS = "tests/server/test_keys_guard_and_command.py::TestKeys"
-SLOTS = "tests/sync/test_slots.py"
+SLOTS = "tests/weights/test_slots.py"
 RECOVERY = "tests/training/test_recovery.py"
 CHECKPOINTS = "tests/training/test_checkpoints_and_directory.py"
 DAMAGED_RUNS = "tests/input/test_damaged_runs.py"
 DAMAGED_RUN = f"{DAMAGED_RUNS}::test_a_damaged_run_is_one_line_or_the_same_run"
 PROVEN_RESUME = "tests/training/test_proven_resume.py"
-CODE_DIGEST = "tests/parity/test_code_digest.py"
-MODEL_INPUTS = "tests/parity/test_model_inputs.py"
+CODE_DIGEST = "tests/watch/test_code_digest.py"
+MODEL_INPUTS = "tests/watch/test_model_inputs.py"
 ADAPTER_FILES = "tests/models/test_adapter_files.py"
 EARLY_ENDS = "tests/training/test_early_ends.py"
-SCHEDULES = "tests/parity/step/test_schedules.py"
+SCHEDULES = "tests/watch/step/test_schedules.py"
 LOADED_FILES = "tests/models/test_one_loader.py"
 PICTURE_FILES = (
     "tests/images/test_files_of_pictures.py::test_other_formats_are_refused_whatever_the_name_says"
 )
 PRIVATE = "tests/cli/test_private_caches.py"
-LEARNED = "tests/parity/step/test_learned_tokens.py"
+LEARNED = "tests/watch/step/test_learned_tokens.py"
 EVENTS = "tests/training/test_events.py"
 AHEAD = "tests/training/test_staleness_in_process.py"
 SCORED_AGAIN = f"{AHEAD}::test_an_engine_that_scores_the_tokens_otherwise_now_is_seen"
 COMPARED_AHEAD = (
     f"{AHEAD}::test_completions_of_other_prompts_are_seen_although_no_later_step_has_fresh_tokens"
 )
-FROZEN = "tests/parity/step/test_frozen_weights.py"
+FROZEN = "tests/watch/step/test_frozen_weights.py"
 REFERENCE_FAULTS = "tests/faults/test_reference_faults.py"
-SETTINGS = "tests/parity/test_user_settings.py"
-KEPT_SETS = "tests/parity/test_kept_sets.py"
+SETTINGS = "tests/watch/test_user_settings.py"
+KEPT_SETS = "tests/watch/test_kept_sets.py"
 GROUPS_ASIDE = "tests/training/test_groups_aside.py"
 NAMES = "tests/training/test_trl_names.py"
 CHANGED = f"{NAMES}::test_numbers_of_the_loss_change_it_from_the_next_step_on_and_after_a_resume"
@@ -155,14 +155,14 @@ GENERATION = "tests/training/test_prompts_and_generation.py"
 LOGPS = "tests/training/test_token_logps.py"
 FILTERED_SCORES = "tests/training/test_filtered_scores.py"
 KEPT_LOGPS = "tests/training/test_kept_logps.py"
-DISTRIBUTIONS = "tests/parity/test_distributions.py"
+DISTRIBUTIONS = "tests/watch/test_distributions.py"
 GRAMMARS = "tests/engines/test_grammars.py"
 TOOLS = "tests/rollouts/test_tools.py"
 ENVIRONMENTS = "tests/rollouts/test_environments.py"
 FUNCTION = "tests/rollouts/test_rollout_func.py"
 EXTENSION_TESTS = "tests/tokens/test_extension.py"
 TOOL_CALLS = "tests/tokens/test_tool_calls.py"
-OPTIMIZER_SETTINGS = "tests/parity/step/test_optimizer_settings.py"
+OPTIMIZER_SETTINGS = "tests/watch/step/test_optimizer_settings.py"
 
 MUTATIONS = [
     Mutation(
@@ -649,50 +649,50 @@ MUTATIONS = [
         "workers wait on when another server has died",
         'store.set(_PUSH_FAILED, "")',
         "pass",
-        "tests/sync/test_transports.py",
+        "tests/weights/test_transports.py",
     ),
     Mutation(
         "the trainer waits for a dead server's address",
         "while not wait([done], CHECK_EVERY).done:\n                meeting.check()",
         "while not wait([done], CHECK_EVERY).done:\n                pass",
-        "tests/sync/test_transports.py",
+        "tests/weights/test_transports.py",
     ),
     Mutation(
         "a rank without the secret gets weights over NCCL",
         "if not hmac.compare_digest(_proof(",
         "if False and not bool(_proof(",
-        "tests/sync/test_nccl.py",
+        "tests/weights/test_nccl.py",
     ),
     Mutation(
         "an operation over NCCL waits for a dead rank",
         "                self._check()\n",
         "                pass\n",
-        "tests/sync/test_transports.py",
+        "tests/weights/test_transports.py",
         within="DeviceChannel._wait",
     ),
     Mutation(
         "every push over NCCL makes a group",
         "self._name == name and not",
         "self._name != name and not",
-        "tests/sync/test_nccl.py",
+        "tests/weights/test_nccl.py",
     ),
     Mutation(
         "a worker uses its group although another one has none",
         "return signed.get(_OF_ALL)",
         "return own",
-        "tests/sync/test_nccl.py",
+        "tests/weights/test_nccl.py",
     ),
     Mutation(
         "a group of NCCL stays after a push that failed",
         "        if kind is not None:\n            self.give_up()\n",
         "        pass\n",
-        "tests/sync/test_nccl.py",
+        "tests/weights/test_nccl.py",
     ),
     Mutation(
         "servers in another order keep their ranks in the group",
         "if members != self._members:",
         "if not self._members:",
-        "tests/sync/test_nccl.py",
+        "tests/weights/test_nccl.py",
     ),
     Mutation(
         "a handle of another GPU is mapped (on the pretend GPU)",
@@ -740,7 +740,7 @@ MUTATIONS = [
         "each failed push takes another buffer of the GPU",
         "if self.buffer is None or self.buffer.numel() < size:",
         "if True:",
-        "tests/sync/test_transports.py::test_cuda_ipc_has_one_slot_and_the_same_buffer_after_a_failure",
+        "tests/weights/test_transports.py::test_cuda_ipc_has_one_slot_and_the_same_buffer_after_a_failure",
     ),
     Mutation(
         "weights for CUDA IPC are copied to main memory (on the pretend GPU)",
@@ -752,13 +752,13 @@ MUTATIONS = [
         "two processes on one GPU",
         "            if gpu in users:",
         "            if False:",
-        "tests/sync/test_nccl.py",
+        "tests/weights/test_nccl.py",
     ),
     Mutation(
         "NCCL listens on any interface",
         '_variables({_INTERFACE: "=lo"})',
         "nullcontext()",
-        "tests/sync/test_nccl.py",
+        "tests/weights/test_nccl.py",
     ),
     Mutation("machines with one home share a port's key", "{socket.gethostname()}-port", "port", KEYS),
     Mutation(
@@ -772,7 +772,7 @@ MUTATIONS = [
         "shared memory that is too small ends the run",
         "except NoRoom as error:",
         "except KeyError as error:",
-        "tests/sync/test_transports.py",
+        "tests/weights/test_transports.py",
         within="send",
     ),
     # kept ids
@@ -1182,7 +1182,7 @@ MUTATIONS = [
         "tensors that lie over each other",
         "offset += aligned(tensor.nbytes)",
         "offset += tensor.nbytes // 2",
-        "tests/sync/test_chunks.py",
+        "tests/weights/test_chunks.py",
     ),
     # proofs
     Mutation(
@@ -1246,7 +1246,7 @@ MUTATIONS = [
         "a bet on a pair that pays where the two part",
         "(math.log(0.5) if parted else 0.0)",
         "0.0",
-        "tests/parity/test_canary_and_samples.py::test_the_pay_of_a_pair_has_mean_one",
+        "tests/watch/test_canary_and_samples.py::test_the_pay_of_a_pair_has_mean_one",
     ),
     # draws and ends
     Mutation("a tilt whose mean is above 1", "/ (1.0 + size**2 / 2 * draws.variances)", "", BETS),
@@ -1335,43 +1335,43 @@ MUTATIONS = [
         "rounding is not named as a cause",
         "if limit.is_coarse and packed.max_abs",
         "if False and packed.max_abs",
-        "tests/parity/test_decomposition.py::test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward",
+        "tests/watch/test_decomposition.py::test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward",
     ),
     Mutation(
         "rounding is named where a token is over its limit",
         "if limit.is_coarse and packed.max_abs <= limit.largest(packed.tokens):",
         "if limit.is_coarse:",
-        "tests/parity/test_decomposition.py::test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward",
+        "tests/watch/test_decomposition.py::test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward",
     ),
     Mutation(
         "the means of few tokens in half precision are judged alone",
         "pools = self._config.max_staleness or limit.is_coarse",
         "pools = self._config.max_staleness",
-        "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
+        "tests/watch/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the means of few tokens in fp32 wait for more",
         "pools = self._config.max_staleness or limit.is_coarse",
         "pools = True",
-        "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
+        "tests/watch/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the means of an evaluation's few tokens in half precision are judged alone",
         "judged = self._evaluated_pool.add(gap, limit) if limit.is_coarse else gap",
         "judged = gap",
-        "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
+        "tests/watch/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the gap of an evaluation is not judged",
         "self._check_limits(judged, completions, version)\n            kept_sets",
         "kept_sets",
-        "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
+        "tests/watch/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the gap of a generation is not judged",
         "self._check_limits(judged, completions, version)\n            if not again",
         "if not again",
-        "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
+        "tests/watch/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "a wrong gradient that passes for a coarse forward",
@@ -1534,7 +1534,7 @@ MUTATIONS = [
         "the same tensors' gradients at every step",
         "np.roll(order, -step * size)",
         "order",
-        "tests/parity/step/test_update.py::test_the_gradient_of_every_tensor_is_compared_within_ten_steps",
+        "tests/watch/step/test_update.py::test_the_gradient_of_every_tensor_is_compared_within_ten_steps",
     ),
     Mutation(
         "the gradient under autocast is not compared",
@@ -1927,7 +1927,7 @@ MUTATIONS = [
         "elements of frozen weights that may move",
         "        if not bool(same.all()):",
         "        if False:",
-        "tests/parity/step/test_update.py",
+        "tests/watch/step/test_update.py",
     ),
     # settings and evaluations
     Mutation(
@@ -1965,7 +1965,7 @@ MUTATIONS = [
         "advantages of the rewards that the run has made",
         "{c.name: weighted_sum(list(c.scores), reward_weights) for c in completions}",
         "{c.name: weighted_sum(list(c.scores), ()) for c in completions}",
-        "'tests/parity/step/test_losses.py::test_the_weights_that_the_user_has_asked_for_are_in_the_expected_advantages'",
+        "'tests/watch/step/test_losses.py::test_the_weights_that_the_user_has_asked_for_are_in_the_expected_advantages'",
     ),
     Mutation(
         "log-probs at another temperature", "off.mean() <= mean and off.max() <= largest", "True", SETTINGS
@@ -2434,7 +2434,7 @@ MUTATIONS = [
         "the margin of a pair is summed in float32",
         "batch.segments.sums(batch.logps.double()), batch.segments.sums(ref_logps.double())",
         "batch.segments.sums(batch.logps), batch.segments.sums(ref_logps)",
-        "tests/parity/step/test_slopes.py",
+        "tests/watch/step/test_slopes.py",
     ),
     Mutation(
         "the entropies of a moved policy are compared with the engine's sets",
@@ -2446,7 +2446,7 @@ MUTATIONS = [
         "a generation that is judged twice is pooled twice",
         "pool = PooledGap() if again else self.pool",
         "pool = self.pool",
-        "tests/parity/test_decomposition.py",
+        "tests/watch/test_decomposition.py",
     ),
     Mutation(
         "a resumed run forgets the tokens whose means wait",
@@ -2458,7 +2458,7 @@ MUTATIONS = [
         "the receipt says that a generation judged twice was judged the second time",
         "            if not again:\n                self.judged_now",
         "            if True:\n                self.judged_now",
-        "tests/parity/test_decomposition.py",
+        "tests/watch/test_decomposition.py",
     ),
     Mutation(
         "the page shows the mean of a single step beside the limit",
@@ -2544,7 +2544,7 @@ MUTATIONS = [
         "dropout counts as a part of an adapter's weights",
         "with without_dropout(module), torch.autocast",
         "with torch.autocast",
-        "tests/sync/test_adapters_alone.py::test_what_is_sent_is_compared_with_the_layers_themselves",
+        "tests/weights/test_adapters_alone.py::test_what_is_sent_is_compared_with_the_layers_themselves",
     ),
     Mutation(
         "a divergence the wrong way round",
@@ -2590,25 +2590,25 @@ MUTATIONS = [
         "derivatives of one ratio per completion that are computed over several completions",
         'whole = settings.importance_sampling_level == "sequence" or settings.loss_type == "vespo"',
         'whole = settings.loss_type == "vespo"',
-        "tests/parity/step/test_slopes.py",
+        "tests/watch/step/test_slopes.py",
     ),
     Mutation(
         "every completion with the weight of the first",
         "np.repeat([float(c.weight) for c in completions], [len(c.logps) for c in completions])",
         "np.full(sum(len(c.logps) for c in completions), float(completions[0].weight))",
-        "tests/parity/step/test_slopes.py",
+        "tests/watch/step/test_slopes.py",
     ),
     Mutation(
         "the rounding of a pack judged by all packs",
         "np.repeat([part.max(initial=0.0) for part in cut(sizes, packs)], packs)",
         "np.full(len(sizes), sizes.max(initial=0.0))",
-        "tests/parity/step/test_slopes.py",
+        "tests/watch/step/test_slopes.py",
     ),
     Mutation(
         "the gradients of the first pack alone are compared",
         "        self._watched.append((batch, found))",
         "        if not self._watched:\n            self._watched.append((batch, found))",
-        "tests/parity/step/test_slopes.py",
+        "tests/watch/step/test_slopes.py",
     ),
     Mutation(
         "packs beyond the budget",
@@ -2626,7 +2626,7 @@ MUTATIONS = [
         "a token counts as routed otherwise only if all its experts differ",
         "differing += int((one != other).any(-1).sum())",
         "differing += int((one != other).all(-1).sum())",
-        "tests/parity/test_routing.py",
+        "tests/watch/test_routing.py",
     ),
     Mutation(
         "the choices of each pack alone",
@@ -2993,7 +2993,7 @@ MUTATIONS = [
         "the proof of settings takes any stop string for one of the call",
         "stop[: -len(own)] if own and stop[-len(own) :] == own else stop",
         "self.wanted.stop",
-        "tests/parity/test_user_settings.py",
+        "tests/watch/test_user_settings.py",
     ),
     Mutation(
         "a part of a stop string is streamed",
@@ -3835,7 +3835,7 @@ MUTATIONS = [
         "the norm of the clip is never added up again",
         "self._step == self._first or (self._step + self._seed) % _NORM_EVERY == 0",
         "False",
-        "tests/parity/step/test_update.py::test_a_clip_by_another_norm_than_that_of_all_gradients_is_found_within_four_steps",
+        "tests/watch/step/test_update.py::test_a_clip_by_another_norm_than_that_of_all_gradients_is_found_within_four_steps",
     ),
     Mutation(
         "a command does not keep freed memory",
@@ -3895,7 +3895,7 @@ MUTATIONS = [
         "the canary casts every weight for every sequence",
         "    with casting_once(model, precision):",
         "    if True:",
-        "tests/parity/test_canary_and_samples.py::test_the_canary_casts_each_weight_once_and_scores_as_ever",
+        "tests/watch/test_canary_and_samples.py::test_the_canary_casts_each_weight_once_and_scores_as_ever",
     ),
     Mutation(
         "vLLM is not told which implementation of the model to take",
@@ -4028,7 +4028,7 @@ MUTATIONS = [
         "an optimizer that cannot be made is refused before a model is loaded",
         "        check_optimizer(self)\n",
         "",
-        "tests/parity/step/test_schedules.py::"
+        "tests/watch/step/test_schedules.py::"
         "test_an_optimizer_that_cannot_be_made_is_refused_before_a_model_is_loaded",
     ),
     Mutation(
@@ -4054,7 +4054,7 @@ MUTATIONS = [
         "ends: a stop string may be a special token",
         "skip_special_tokens=not special)",
         "skip_special_tokens=True)",
-        "tests/parity/test_ends.py::test_a_stop_string_may_be_a_special_token",
+        "tests/watch/test_ends.py::test_a_stop_string_may_be_a_special_token",
     ),
     Mutation(
         "data: a key that is None is not there",
@@ -4181,7 +4181,7 @@ MUTATIONS = [
         "limits: a run with too many ids is refused at its start",
         "check_limits(expected.sampling, actual.request_limits)",
         "pass",
-        "tests/parity/test_handshake_and_receipt.py::"
+        "tests/watch/test_handshake_and_receipt.py::"
         "test_a_run_that_names_more_ids_than_the_engine_takes_is_refused_at_its_start",
     ),
     Mutation(
@@ -4200,13 +4200,13 @@ MUTATIONS = [
         "kept ids: an engine on a GPU may search the edge of top-p",
         "if self._searched:",
         "if False:",
-        "tests/parity/test_kept_sets.py::test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault",
+        "tests/watch/test_kept_sets.py::test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault",
     ),
     Mutation(
         "kept ids: a search ends earlier where the ids are about equally likely",
         "max(_HALVED, _SMALLEST * total)",
         "_HALVED",
-        "tests/parity/test_kept_sets.py::test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault",
+        "tests/watch/test_kept_sets.py::test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault",
     ),
     Mutation(
         "kept ids: every runner of vLLM with Triton searches the edge of top-p",
@@ -4218,7 +4218,7 @@ MUTATIONS = [
         "kept ids: a search of halves may miss more than a ladder",
         "+ sign * max(_HALVED, _SMALLEST * total)",
         "",
-        "tests/parity/test_kept_sets.py::test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault",
+        "tests/watch/test_kept_sets.py::test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault",
     ),
     Mutation(
         "verify: the engine's sets are compared with the filters",
@@ -4308,7 +4308,7 @@ MUTATIONS = [
         "vLLM's processes choose how convolutions round",
         "    prepare_cuda()\n    end_with_trainer()",
         "    end_with_trainer()",
-        "tests/sync/test_reload.py::test_convolutions_round_in_vllms_processes_as_in_the_trainer",
+        "tests/weights/test_reload.py::test_convolutions_round_in_vllms_processes_as_in_the_trainer",
     ),
     Mutation(
         "Mamba in half precision: the trainer's head takes sums in float32 as the model's own does",
@@ -4344,7 +4344,7 @@ MUTATIONS = [
         "keyed digest: a base that is sent again gets a key of its own",
         "digest_under(key_for(self._model.parameters()))",
         "pass",
-        "tests/sync/test_adapters_alone.py::test_a_base_that_is_sent_again_has_no_digest_under_the_key_of_the_one_before",
+        "tests/weights/test_adapters_alone.py::test_a_base_that_is_sent_again_has_no_digest_under_the_key_of_the_one_before",
     ),
     Mutation(
         "keyed digest: the last chunk of a tensor counts",

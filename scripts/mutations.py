@@ -4,8 +4,8 @@ The working tree is not changed: each fault goes into a copy of `src/`, and the 
 test of every case must pass without a fault. Exit code 1: no test caught a fault, or a case no longer fits the source
 or its tests.
 
-    --only WORD   run only the cases whose description contains WORD, or the file in which the text of the case was
-    found --jobs N      number of cases that run at the same time (2)
+    --only WORD   run only the cases whose description, or whose file, contains WORD
+    --jobs N      number of cases that run at the same time (2)
     --seed N      take the cases in an order that the seed draws
     --seconds S   begin no further cases after this time
     --fit         run nothing; only check that each case still fits the source (`make lint` does)

@@ -49,14 +49,14 @@ ROWS_IN_CI = {
     "images/test_pictures_verified.py::test_a_model_that_reads_pictures_passes_every_row": 1,
     "input/test_damaged_runs.py::test_a_damaged_run_is_one_line_or_the_same_run": 8,
     "models/test_models.py::test_whether_a_gpu_rounds_float32_is_known_after_every_setting": 1,
-    "parity/step/test_losses.py::test_every_method_agrees_with_its_definition": 4,
-    "parity/test_user_settings.py::test_the_loss_has_the_temperature_that_the_user_has_asked_for": 7,
+    "watch/step/test_losses.py::test_every_method_agrees_with_its_definition": 4,
+    "watch/test_user_settings.py::test_the_loss_has_the_temperature_that_the_user_has_asked_for": 7,
     "server/test_greeting.py::test_a_program_without_the_key_cannot_fill_the_trainers_memory": 6,
     "server/test_sick_answers.py::test_a_push_that_loses_a_call_is_not_repeated_by_itself_and_a_new_one_is_whole": 10,
     "server/test_split_models.py::test_a_split_model_gets_every_weight_and_is_probed_whole": 1,
-    "sync/test_adapters.py::test_the_probe_agrees_with_the_adapter_at_every_module": 13,
-    "sync/test_live.py::test_a_right_merge_passes": 9,
-    "sync/test_transports.py::test_a_push_ends_on_all_servers_when_one_of_them_dies": 3,
+    "weights/test_adapters.py::test_the_probe_agrees_with_the_adapter_at_every_module": 13,
+    "weights/test_live.py::test_a_right_merge_passes": 9,
+    "weights/test_transports.py::test_a_push_ends_on_all_servers_when_one_of_them_dies": 3,
     "training/test_accounting.py::"
     "test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved": 3,
     "training/test_adapter_runs.py::test_a_run_raises_no_gap_and_moves_the_adapter_alone": 3,
@@ -145,7 +145,7 @@ LATER = {
     "ahead, each alone",
     "server/test_two_ranks_on_a_server.py::"
     "test_two_ranks_with_a_sharded_model_train_with_one_server[fsdp]": "its row of DeepSpeed",
-    "sync/test_adapters_alone_on_servers.py::test_workers_that_share_a_model_share_the_adapter[gloo": "its other transport",  # noqa: E501
+    "weights/test_adapters_alone_on_servers.py::test_workers_that_share_a_model_share_the_adapter[gloo": "its other transport",  # noqa: E501
     "training/test_adapters_alone_in_runs.py::"
     "test_a_server_that_is_killed_gets_the_adapter_again_and_the_weights_are_the_same": "test_adapters_alone_on_servers.py, "  # noqa: E501
     "where a server is started again without a run",

@@ -12,7 +12,7 @@ _REASONS = {
         "on a GPU TRL's own trainer compiles Triton kernels, and none run here"
     ),
     "shards/": "gloo takes no tensor of a GPU; FSDP2 and ZeRO-3 are on the device in tests/pretend_cuda/test_shards.py",
-    "sync/test_nccl.py": "there is no NCCL, and every process has the same GPU",
+    "weights/test_nccl.py": "there is no NCCL, and every process has the same GPU",
     "training/test_two_ranks.py": _RANKS,
     "training/test_sharded_training.py": _RANKS,
     "images/test_pictures_on_two_ranks.py": _RANKS,

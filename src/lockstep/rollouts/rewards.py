@@ -65,7 +65,7 @@ _TAKEN = (
 )
 _TAKEN_FAMILIES = (
     *(
-        "parity/",
+        "watch/",
         "time/",
         "engine/",
         "completions/",

@@ -23,7 +23,7 @@ from lockstep.weights.source import PlainSource
 
 # Largest allowed difference between the outputs of a merged layer and of the layer with its adapter, divided by the
 # rms of the outputs. By the dtype of the base weights. Largest values on tiny models, over 64 to 384 outputs: 9e-7 in
-# float32, 0.027 in bfloat16 (`tests/sync/test_live.py`).
+# float32, 0.027 in bfloat16 (`tests/weights/test_live.py`).
 _TOLERANCES = {torch.float64: 1e-12, torch.float32: 5e-6}
 _HALF_TOLERANCE = 0.08
 _EMBEDDING_ROWS = 64

@@ -11,7 +11,7 @@ import pytest
 # The beginning of a test's name below tests/, and why.
 _REASONS = {
     "pretend_cuda/": "starts processes of its own that have the device",
-    "parity/test_experts_on_vllm.py::test_experts_that_an_update_leaves_unpacked": "only a CPU's engine packs experts",
+    "watch/test_experts_on_vllm.py::test_experts_that_an_update_leaves_unpacked": "only a CPU's engine packs experts",
     "engines/test_sleep.py::test_what_is_refused_by_name": "asks for adapters in float32, which a GPU's engine refuses",
     "engines/test_vllm_kept_ids.py::TestInProcess": "its engine is crowded by the size of a block of the "
     "cache on a CPU",
@@ -22,7 +22,7 @@ _REASONS = {
         "its heads of 16 are missing among a CPU's kernels only"
     ),
     **{
-        f"sync/test_tied_head.py::test_the_{proof}_a_stale_tied_head": "leaves out a step that only a CPU's "
+        f"weights/test_tied_head.py::test_the_{proof}_a_stale_tied_head": "leaves out a step that only a CPU's "
         "engine needs"
         for proof in ("gap_catches", "probe_names")
     },
