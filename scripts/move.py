@@ -37,7 +37,7 @@ import libcst as cst
 PACKAGE = PurePosixPath("src/lockstep")
 # A path in prose is relative to one of these folders, or to that of its own file; the first that fits is meant.
 BASES = (
-    PurePosixPath("."), PACKAGE, PACKAGE / "training", PurePosixPath("tests"), PurePosixPath("docs"),
+    PurePosixPath("."), PACKAGE, PurePosixPath("tests"), PurePosixPath("docs"),
     PurePosixPath("benchmarks"),
 )  # fmt: skip
 # The history keeps the names of its time, and the test of this script has a repository of its own.

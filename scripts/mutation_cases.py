@@ -42,7 +42,7 @@ ALONE = "tests/weights/test_adapters_alone.py"
 AUDIT = "tests/extras/audit/test_audit.py"
 EXPERTS = "tests/models/test_checkpoint_names.py"
 ROUTER_CUTS = (
-    "tests/training/test_router_loss.py::test_the_cut_of_a_step_does_not_change_a_gradient_or_the_logged_loss"
+    "tests/learn/test_router_loss.py::test_the_cut_of_a_step_does_not_change_a_gradient_or_the_logged_loss"
 )
 SHARDS = "tests/shards/test_model.py"
 ZERO = "tests/shards/test_zero_weights.py"
@@ -56,19 +56,19 @@ PAIRS = "tests/algorithms/test_preference_loss.py"
 GAP = "tests/watch/test_gap.py"
 QUANTISED_GAP = "tests/extras/fp8/test_quantised_gap.py"
 KILLER = "tests/test_kill_at_exit.py"
-FILES = "tests/training/test_whole_files.py tests/training/test_checkpoints_and_directory.py"
-LOCK = "tests/training/test_directory_lock.py"
+FILES = "tests/run/test_whole_files.py tests/run/test_checkpoints_and_directory.py"
+LOCK = "tests/run/test_directory_lock.py"
 RECEIPT = "tests/watch/test_handshake_and_receipt.py"
 TOKENS = "tests/tokens/test_tokens.py"
 SAMPLES = "tests/watch/test_canary_and_samples.py::test_equal_samples_against_all_odds_are_refused"
 PAIRS_IN_A_GROUP = "tests/watch/test_canary_and_samples.py::test_pairs_of_equal_completions_are_refused"
 BETS = "tests/watch/test_draws.py::test_a_bet_pays_one_on_average"
 DRAWS = "tests/watch/test_draws.py"
-BACKWARD = "tests/training/test_model_gradient.py"
-PARTS = "tests/training/test_step_gradient.py"
-CUTS = "tests/training/test_accounting.py::test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved"  # noqa: E501
-ASKED_AGAIN = "tests/training/test_asked_again.py"
-DRAW_SUMS = "tests/training/test_draw_sums.py"
+BACKWARD = "tests/watch/test_model_gradient.py"
+PARTS = "tests/watch/test_step_gradient.py"
+CUTS = "tests/learn/test_accounting.py::test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved"  # noqa: E501
+ASKED_AGAIN = "tests/run/test_asked_again.py"
+DRAW_SUMS = "tests/watch/test_draw_sums.py"
 ENDS = "tests/watch/test_ends.py"
 ANSWERS = "tests/engines/test_answers.py"
 KEPT_ROWS = "tests/engines/test_vllm_kept_ids.py::test_a_row_has_its_finite_ids_if_it_has_a_limit_and_does_not_exceed_it"  # noqa: E501
@@ -76,18 +76,18 @@ SAMPLING = "tests/engines/test_sampling_order.py"
 WIRE = "tests/rollouts/test_wire.py"
 CONVERSATION = "tests/rollouts/test_interruptions.py"
 DRIVER = "tests/rollouts/test_driver.py"
-BRANCHES = "tests/training/test_branches.py"
-FILTER_FIELDS = "tests/training/test_filter_fields.py"
-ONE_PLACE = "tests/training/test_one_place_of_a_field.py"
+BRANCHES = "tests/learn/test_branches.py"
+FILTER_FIELDS = "tests/run/test_filter_fields.py"
+ONE_PLACE = "tests/run/test_one_place_of_a_field.py"
 LET_SLEEP = "tests/weights/test_let_sleep.py"
 WORKER_START = "tests/engines/test_worker_start.py"
 ENDS_SENT = (
     "tests/engines/test_vllm_requests.py::test_a_request_that_names_its_end_tokens_leaves_vllm_no_others"
 )
-ENGINE_CHOICE = "tests/training/test_engine_choice.py"
-MEMORY = "tests/training/test_memory.py"
+ENGINE_CHOICE = "tests/run/test_engine_choice.py"
+MEMORY = "tests/learn/test_memory.py"
 ADAPTED_MODELS = "tests/models/test_adapted_models.py"
-FAMILY_ATTENTION = "tests/training/test_family_attention.py"
+FAMILY_ATTENTION = "tests/learn/test_family_attention.py"
 DIGESTS = "tests/engines/test_device_digest.py"
 KEYED = "tests/weights/test_keyed_pushes.py"
 PUSH = "tests/weights/test_push.py"
@@ -96,7 +96,7 @@ CHANGES = "tests/weights/test_changes.py"
 EXPLAINED = "tests/watch/test_decomposition.py::test_a_fault_of_the_"
 PACKED = f"{EXPLAINED}packed_forward_is_not_blamed_on_the_engine[transformers-untied]"
 OF_ENGINE = f"{EXPLAINED}engine_is_not_blamed_on_the_packed_forward[transformers-untied]"
-TRANSFORMED = "tests/training/test_transformed_logits.py"
+TRANSFORMED = "tests/learn/test_transformed_logits.py"
 REWARDS = "tests/rollouts/test_rewards.py"
 GUARD = "tests/server/test_keys_guard_and_command.py::TestGuard"
 GREETING = "tests/server/test_greeting.py"
@@ -105,15 +105,15 @@ STRANGERS = "tests/weights/test_gloo_strangers.py"
 MACHINE = "tests/server/test_machine.py"
 KEYS = "tests/server/test_keys_guard_and_command.py::TestKeys"
 SLOTS = "tests/weights/test_slots.py"
-RECOVERY = "tests/training/test_recovery.py"
-CHECKPOINTS = "tests/training/test_checkpoints_and_directory.py"
+RECOVERY = "tests/run/test_recovery.py"
+CHECKPOINTS = "tests/run/test_checkpoints_and_directory.py"
 DAMAGED_RUNS = "tests/input/test_damaged_runs.py"
 DAMAGED_RUN = f"{DAMAGED_RUNS}::test_a_damaged_run_is_one_line_or_the_same_run"
-PROVEN_RESUME = "tests/training/test_proven_resume.py"
+PROVEN_RESUME = "tests/run/test_proven_resume.py"
 CODE_DIGEST = "tests/watch/test_code_digest.py"
 MODEL_INPUTS = "tests/watch/test_model_inputs.py"
 ADAPTER_FILES = "tests/models/test_adapter_files.py"
-EARLY_ENDS = "tests/training/test_early_ends.py"
+EARLY_ENDS = "tests/run/test_early_ends.py"
 SCHEDULES = "tests/watch/step/test_schedules.py"
 LOADED_FILES = "tests/models/test_one_loader.py"
 PICTURE_FILES = (
@@ -121,8 +121,8 @@ PICTURE_FILES = (
 )
 PRIVATE = "tests/cli/test_private_caches.py"
 LEARNED = "tests/watch/step/test_learned_tokens.py"
-EVENTS = "tests/training/test_events.py"
-AHEAD = "tests/training/test_staleness_in_process.py"
+EVENTS = "tests/watch/test_events.py"
+AHEAD = "tests/run/test_staleness_in_process.py"
 SCORED_AGAIN = f"{AHEAD}::test_an_engine_that_scores_the_tokens_otherwise_now_is_seen"
 COMPARED_AHEAD = (
     f"{AHEAD}::test_completions_of_other_prompts_are_seen_although_no_later_step_has_fresh_tokens"
@@ -131,11 +131,11 @@ FROZEN = "tests/watch/step/test_frozen_weights.py"
 REFERENCE_FAULTS = "tests/faults/test_reference_faults.py"
 SETTINGS = "tests/watch/test_user_settings.py"
 KEPT_SETS = "tests/watch/test_kept_sets.py"
-GROUPS_ASIDE = "tests/training/test_groups_aside.py"
-NAMES = "tests/training/test_trl_names.py"
+GROUPS_ASIDE = "tests/run/test_groups_aside.py"
+NAMES = "tests/run/test_trl_names.py"
 CHANGED = f"{NAMES}::test_numbers_of_the_loss_change_it_from_the_next_step_on_and_after_a_resume"
 WEIGHED = f"{NAMES}::test_reward_weights_change_the_rewards_of_the_next_generation"
-PROVEN_EVALUATION = "tests/training/test_proven_evaluation.py"
+PROVEN_EVALUATION = "tests/run/test_proven_evaluation.py"
 CHECKS = "tests/input/test_bad_words.py"
 CALLED = "tests/input/test_bad_reward_files.py"
 READING, PICTURE_PACKS = "tests/images/test_reading_pictures.py", "tests/images/test_packs_with_pictures.py"
@@ -148,13 +148,13 @@ PICTURE_TURNS = "tests/images/test_pictures_in_turns.py"
 VISION_TEMPLATES = "tests/tokens/test_vision_templates.py"
 PICTURE_LIMITS = "tests/images/test_limits_of_pictures.py"
 SENT_PICTURES = "tests/images/test_sending_pictures.py"
-KEPT_ROLLOUTS = "tests/training/test_rollout_files.py"
-RUN_FILES = "tests/training/test_run_files.py"
+KEPT_ROLLOUTS = "tests/run/test_rollout_files.py"
+RUN_FILES = "tests/run/test_run_files.py"
 PAGE, SAFE = "tests/report/test_page.py", "tests/report/test_page.py::test_hostile_text_stays_text_everywhere"
-GENERATION = "tests/training/test_prompts_and_generation.py"
-LOGPS = "tests/training/test_token_logps.py"
-FILTERED_SCORES = "tests/training/test_filtered_scores.py"
-KEPT_LOGPS = "tests/training/test_kept_logps.py"
+GENERATION = "tests/run/test_prompts_and_generation.py"
+LOGPS = "tests/learn/test_token_logps.py"
+FILTERED_SCORES = "tests/learn/test_filtered_scores.py"
+KEPT_LOGPS = "tests/learn/test_kept_logps.py"
 DISTRIBUTIONS = "tests/watch/test_distributions.py"
 GRAMMARS = "tests/engines/test_grammars.py"
 TOOLS = "tests/rollouts/test_tools.py"
@@ -910,13 +910,13 @@ MUTATIONS = [
         "one ratio per branch",
         "[sum(s.length for s in own) for own in rollouts_of(self.sequences)]",
         "[s.length for s in self.sequences]",
-        "tests/training/test_branches.py",
+        "tests/learn/test_branches.py",
     ),
     Mutation(
         "the reward of a rollout without tokens",
         "(lengths.cumsum(0) - 1)[written]] += rewards.nan_to_num(0.0)[written]",
         "lengths.cumsum(0) - 1] += rewards.nan_to_num(0.0)",
-        "tests/training/test_branches.py",
+        "tests/learn/test_branches.py",
     ),
     # the sampling distribution
     Mutation(
@@ -951,7 +951,7 @@ MUTATIONS = [
         "settings that count the tokens of one call, in a run with tools",
         "if names := self._counting_fields:",
         "if names := []:",
-        "tests/training/test_tools_in_training.py::test_settings_that_would_start_again_with_each_turn_are_refused_at_the_start",
+        "tests/run/test_tools_in_training.py::test_settings_that_would_start_again_with_each_turn_are_refused_at_the_start",
     ),
     Mutation("unknown keys are ignored", "if name not in _KWARGS:", "if False:", FILTER_FIELDS),
     Mutation("generation_kwargs win silently", "not in (defaults[name], value)", "is None", FILTER_FIELDS),
@@ -1443,25 +1443,25 @@ MUTATIONS = [
         "a process trains on all GPUs that it sees",
         "        use_one_gpu(self)\n",
         "",
-        "tests/training/test_device.py::test_one_process_on_a_machine_with_several_gpus_uses_one_and_says_which",
+        "tests/run/test_device.py::test_one_process_on_a_machine_with_several_gpus_uses_one_and_says_which",
     ),
     Mutation(
         "a GPU with an old driver is left out in silence",
         "if torch.version.cuda is None or not",
         "if True or not",
-        "tests/training/test_device.py::test_an_old_driver_is_an_error_with_the_drivers_words_and_no_run_on_the_cpu",
+        "tests/run/test_device.py::test_an_old_driver_is_an_error_with_the_drivers_words_and_no_run_on_the_cpu",
     ),
     Mutation(
         "a number that no GPU has hides all GPUs",
         'environment.get(_VISIBLE, "0").strip().lower() in _NONE_VISIBLE',
         "_VISIBLE in environment",
-        "tests/training/test_device.py::test_a_number_that_no_gpu_has_does_not_hide_them",
+        "tests/run/test_device.py::test_a_number_that_no_gpu_has_does_not_hide_them",
     ),
     Mutation(
         "a run on a CPU notes the GPU beside it",
         "if torch.cuda.is_available() and not use_cpu:\n        return torch.cuda.get_device_name()",
         "if torch.cuda.is_available():\n        return torch.cuda.get_device_name()",
-        "tests/training/test_device.py::test_another_device_is_no_other_setting_and_the_receipt_notes_it",
+        "tests/run/test_device.py::test_another_device_is_no_other_setting_and_the_receipt_notes_it",
     ),
     Mutation(
         "vLLM's threads stay",
@@ -1492,25 +1492,25 @@ MUTATIONS = [
         "full determinism does not reach the engine",
         'environment.setdefault("VLLM_BATCH_INVARIANT", "1")',
         "pass",
-        "tests/training/test_device.py::test_full_determinism_on_a_gpu_reaches_cuda_and_the_engine",
+        "tests/run/test_device.py::test_full_determinism_on_a_gpu_reaches_cuda_and_the_engine",
     ),
     Mutation(
         "another thread reads a GPU's tensor before it is written",
         "torch.cuda.current_stream(tensor.device).wait_event(event)",
         "pass",
-        "tests/training/test_device.py::test_another_thread_reads_a_tensor_of_a_gpu_only_after_the_callers_stream_has_written_it",
+        "tests/run/test_device.py::test_another_thread_reads_a_tensor_of_a_gpu_only_after_the_callers_stream_has_written_it",
     ),
     Mutation(
         "several plain rows cannot be sent to a GPU",
         "tensor.contiguous().pin_memory()",
         "tensor.pin_memory()",
-        "tests/training/test_device.py::test_several_plain_rows_arrive_on_a_gpu",
+        "tests/run/test_device.py::test_several_plain_rows_arrive_on_a_gpu",
     ),
     Mutation(
         "cuDNN computes attention",
         "torch.backends.cuda.enable_cudnn_sdp(False)",
         "pass",
-        "tests/training/test_device.py::test_cudnn_computes_no_attention_and_convolutions_round_as_products_do",
+        "tests/run/test_device.py::test_cudnn_computes_no_attention_and_convolutions_round_as_products_do",
     ),
     Mutation(
         "a check that was not made is not counted",
@@ -1694,7 +1694,7 @@ MUTATIONS = [
         "other threads are taken where bits must be equal",
         "if bitwise and not accept:",
         "if False:",
-        "tests/training/test_proven_resume.py::test_other_versions_devices_or_threads_are_a_warning_or_refused_where_bits_must_be_equal",
+        "tests/run/test_proven_resume.py::test_other_versions_devices_or_threads_are_a_warning_or_refused_where_bits_must_be_equal",
     ),
     # how a run ends
     Mutation(
@@ -2169,7 +2169,7 @@ MUTATIONS = [
         "a summary before the report",
         "        with _pages_aside():\n",
         '        replace_text(self.folder / SUMMARY, "{}")\n        with _pages_aside():\n',
-        "tests/training/test_run_files.py",
+        "tests/run/test_run_files.py",
     ),
     Mutation(
         "an evaluation that was changed",
@@ -2283,19 +2283,19 @@ MUTATIONS = [
         "a generation with a score leaves the count of those without one as it is",
         "            self._in_a_row = 0\n            for name",
         "            for name",
-        "tests/training/test_unscored_generations.py",
+        "tests/run/test_unscored_generations.py",
     ),
     Mutation(
         "a generation without a score logs NaN",
         "    if len(rewards):",
         "    if True:",
-        "tests/training/test_unscored_generations.py",
+        "tests/run/test_unscored_generations.py",
     ),
     Mutation(
         "text parts that are joined by a space",
         '"".join(part["text"]',
         '" ".join(part["text"]',
-        "tests/training/test_trl_names.py",
+        "tests/run/test_trl_names.py",
         within="with_joined_text",
     ),
     Mutation(
@@ -2309,13 +2309,13 @@ MUTATIONS = [
         "a stream is shuffled",
         "shuffle=args.shuffle_dataset and not data.ordered",
         "shuffle=args.shuffle_dataset",
-        "tests/training/test_evaluation_sets.py",
+        "tests/run/test_evaluation_sets.py",
     ),
     Mutation(
         "every set of a mapping has the same names",
         'f"{metric_key_prefix}_{own}"\n                if own',
         "metric_key_prefix\n                if own",
-        "tests/training/test_evaluation_sets.py",
+        "tests/run/test_evaluation_sets.py",
     ),
     Mutation(
         "a revision that policy and engine do not load",
@@ -2328,19 +2328,19 @@ MUTATIONS = [
         "dropout that was asked for is switched off",
         "if not args.disable_dropout and",
         "if False and",
-        "tests/training/test_harmless_fields.py::test_dropout_may_stay_on_only_where_there_is_none",
+        "tests/run/test_harmless_fields.py::test_dropout_may_stay_on_only_where_there_is_none",
     ),
     Mutation(
         "a run that ends inside a generation leaves nothing to go on from",
         "            control.should_save = True",
         "            pass",
-        "tests/training/test_harmless_fields.py",
+        "tests/run/test_harmless_fields.py",
     ),
     Mutation(
         "the best model is that with the lowest reward",
         'self.metric_for_best_model = "reward"',
         'self.metric_for_best_model = "reward_loss"',
-        "tests/training/test_harmless_fields.py",
+        "tests/run/test_harmless_fields.py",
     ),
     Mutation("a rollout of another prompt", "if strangers:", "if False:", "tests/rollouts/test_rewards.py"),
     # advantages
@@ -2440,7 +2440,7 @@ MUTATIONS = [
         "the entropies of a moved policy are compared with the engine's sets",
         "return self.scores(policy, asked, measure=False).entropies",
         "return self.scores(policy, asked, measure=True).entropies",
-        "tests/training/test_draws_in_training.py::test_every_sampled_token_is_bet_on_once[top-p-entropies-of-each-step]",
+        "tests/watch/test_draws_in_training.py::test_every_sampled_token_is_bet_on_once[top-p-entropies-of-each-step]",
     ),
     Mutation(
         "a generation that is judged twice is pooled twice",
@@ -2513,7 +2513,7 @@ MUTATIONS = [
         "a checkpoint at the end of an epoch is saved without a log",
         "asked for here.\n        if self._may_save(args, control) and",
         "asked for here.\n        if False and",
-        "'tests/training/test_resumable_saves.py::"
+        "'tests/run/test_resumable_saves.py::"
         "test_a_run_is_resumed_to_the_bit_from_every_checkpoint_that_it_leaves[ends of epochs]'",
     ),
     Mutation(
@@ -2572,19 +2572,19 @@ MUTATIONS = [
         "a token predicted from itself",
         "len(self.prompt_ids) - 1 + ",
         "len(self.prompt_ids) - 2 + ",
-        "tests/training/test_packing.py",
+        "tests/learn/test_packing.py",
     ),
     Mutation(
         "branches that see each other",
         "ends[along[same:last]] = first",
         "ends[along[same:last]] = first + 1",
-        "tests/training/test_packing.py",
+        "tests/learn/test_packing.py",
     ),
     Mutation(
         "a copy of a sequence whose values are not checked",
         "_KINDS[name](value) if value is not None and name in _KINDS else value",
         "value",
-        "tests/training/test_branches.py::test_a_copy_with_other_values_is_the_one_that_the_constructor_makes",
+        "tests/learn/test_branches.py::test_a_copy_with_other_values_is_the_one_that_the_constructor_makes",
     ),
     Mutation(
         "derivatives of one ratio per completion that are computed over several completions",
@@ -2614,7 +2614,7 @@ MUTATIONS = [
         "packs beyond the budget",
         'fitting = max(1, int(np.searchsorted(sizes, budget, side="right")), larger)',
         'fitting = max(1, int(np.searchsorted(sizes, 2 * budget, side="right")), larger)',
-        "tests/training/test_pack_plan.py",
+        "tests/learn/test_pack_plan.py",
     ),
     Mutation(
         "a shared position is routed once for all completions",
@@ -2638,31 +2638,31 @@ MUTATIONS = [
         "padding is routed",
         "last = self.host_predictors[torch.tensor([s.length for s in self.sequences]).cumsum(0) - 1]",
         "last = ends[self.predictors.cpu()[torch.tensor([s.length for s in self.sequences]).cumsum(0) - 1]] - 1",
-        "tests/training/test_router_loss.py::test_every_position_counts_once_per_sequence_and_padding_counts_nothing",
+        "tests/learn/test_router_loss.py::test_every_position_counts_once_per_sequence_and_padding_counts_nothing",
     ),
     Mutation(
         "completions without an advantage are not routed",
         "self.router_coefficient != 0.0 or bool(np.any(sequence.advantages))",
         "bool(np.any(sequence.advantages))",
-        "tests/training/test_router_loss.py::test_the_models_own_loss_is_added_where_the_rewards_teach_nothing",
+        "tests/learn/test_router_loss.py::test_the_models_own_loss_is_added_where_the_rewards_teach_nothing",
     ),
     Mutation(
         "a step whose groups agree leaves no gradient",
         "parameter.grad = torch.zeros_like(parameter)",
         "pass",
-        "tests/training/test_trainer.py::test_a_step_whose_groups_agree_has_gradient_zero_and_not_none",
+        "tests/run/test_trainer.py::test_a_step_whose_groups_agree_has_gradient_zero_and_not_none",
     ),
     Mutation(
         "a step beyond the limits of the gap",
         "raise self.explained.error(",
         "return self.explained.error(",
-        "tests/training/test_trainer.py::test_raw_log_probs_at_another_temperature_are_refused",
+        "tests/run/test_trainer.py::test_raw_log_probs_at_another_temperature_are_refused",
     ),
     Mutation(
         "a push whose probe failed",
         "check_probe(record, version)",
         "pass",
-        "tests/training/test_trainer.py::test_a_step_on_stale_weights_is_refused_before_the_optimizer_moves",
+        "tests/run/test_trainer.py::test_a_step_on_stale_weights_is_refused_before_the_optimizer_moves",
     ),
     Mutation(
         "a trainer that does not know of discarded weights",
@@ -2741,7 +2741,7 @@ MUTATIONS = [
         "rewards read an environment in another thread than its own",
         "return self.calls.home.do(work, limit)",
         "return work()",
-        "tests/training/test_tools_in_training.py",
+        "tests/run/test_tools_in_training.py",
     ),
     Mutation(
         "an alarm is said at every step",
@@ -2759,7 +2759,7 @@ MUTATIONS = [
         "a reward function that scores nothing is silent",
         'self._alarms.tell("reward_none"',
         '(lambda *_, **__: None)("reward_none"',
-        "tests/training/test_tools_in_training.py",
+        "tests/run/test_tools_in_training.py",
     ),
     Mutation(
         "the driver misses a rollout that has yet to go on after a call",
@@ -2873,25 +2873,25 @@ MUTATIONS = [
         "a failed rollout is learned from",
         "return rollout.failed is not None or (masks",
         "return (masks",
-        "tests/training/test_tools_in_training.py::test_a_failed_environment_leaves_its_rollout_out_of_rewards_baseline_and_loss",
+        "tests/run/test_tools_in_training.py::test_a_failed_environment_leaves_its_rollout_out_of_rewards_baseline_and_loss",
     ),
     Mutation(
         "a failed rollout is scored",
         "(group.prompt, rollout) for group in groups for rollout in group.rollouts if rollout.failed is None",
         "(group.prompt, rollout) for group in groups for rollout in group.rollouts",
-        "tests/training/test_tools_in_training.py::test_a_failed_environment_leaves_its_rollout_out_of_rewards_baseline_and_loss",
+        "tests/run/test_tools_in_training.py::test_a_failed_environment_leaves_its_rollout_out_of_rewards_baseline_and_loss",
     ),
     Mutation(
         "an environment's reward has no weight",
         "*(1.0 for _ in own)",
         "*(0.0 for _ in own)",
-        "tests/training/test_tools_in_training.py::test_an_environment_gives_its_reward_under_its_class_beside_the_functions",
+        "tests/run/test_tools_in_training.py::test_an_environment_gives_its_reward_under_its_class_beside_the_functions",
     ),
     Mutation(
         "a prompt that does not show the tools",
         "tools=[*own, *schemas],",
         "tools=[],",
-        "tests/training/test_tools_in_training.py::test_prompts_show_the_tools",
+        "tests/run/test_tools_in_training.py::test_prompts_show_the_tools",
     ),
     Mutation(
         "the prompt that an environment extended is not sent to the other ranks",
@@ -2921,61 +2921,61 @@ MUTATIONS = [
         "attention over packs leaves out the cap of the scores",
         'kwargs.get("scaling"), kwargs.get("softcap")), None',
         'kwargs.get("scaling"), None), None',
-        "tests/training/test_transformed_logits.py::test_scores_and_gradients_are_those_of_the_models_own_logits",
+        "tests/learn/test_transformed_logits.py::test_scores_and_gradients_are_those_of_the_models_own_logits",
     ),
     Mutation(
         "attention by paths takes the result of a path's other rows",
         "marks[chain.ancestors - first : chain.nodes - first] = True",
         "marks[: chain.nodes - chain.ancestors] = True",
-        "tests/training/test_tree_attention.py::test_paths_compute_what_the_dense_mask_gives",
+        "tests/learn/test_tree_attention.py::test_paths_compute_what_the_dense_mask_gives",
     ),
     Mutation(
         "attention by paths leaves out the gradient of a path's last key",
         "used_until = call.columns.shape[1] - call.used[:, ::-1].argmax(1)",
         "used_until = call.columns.shape[1] - call.used[:, ::-1].argmax(1) - 1",
-        "tests/training/test_tree_attention.py::test_paths_compute_what_the_dense_mask_gives",
+        "tests/learn/test_tree_attention.py::test_paths_compute_what_the_dense_mask_gives",
     ),
     Mutation(
         "attention by paths leaves the results of several calls in the order of the calls",
         "torch.cat(used).index_select(0, self.order)",
         "torch.cat(used)",
-        "tests/training/test_tree_attention.py::test_paths_compute_what_the_dense_mask_gives",
+        "tests/learn/test_tree_attention.py::test_paths_compute_what_the_dense_mask_gives",
     ),
     Mutation(
         "a GPU starts kernels block by block",
         "if microseconds > microseconds_of(blocks):",
         "if True:",
-        "tests/training/test_tree_attention.py::test_a_gpu_computes_usual_packs_in_few_calls_that_take_less_time_by_arithmetic",
+        "tests/learn/test_tree_attention.py::test_a_gpu_computes_usual_packs_in_few_calls_that_take_less_time_by_arithmetic",
     ),
     Mutation(
         "the backward in bf16 lets a row of a chain see the rows after it",
         "shares[:, -hidden.shape[-1] :].masked_fill_(hidden.T.repeat_interleave(groups, 1), 0.0)",
         "pass",
-        "tests/training/test_half_backward.py::test_without_rounding_the_gradients_are_those_of_the_dense_mask",
+        "tests/learn/test_half_backward.py::test_without_rounding_the_gradients_are_those_of_the_dense_mask",
     ),
     Mutation(
         "the backward in bf16 rounds the logarithm of the denominators",
         "rest -= found[..., column]",
         "rest.zero_()",
-        "tests/training/test_half_backward.py::test_the_rounding_is_that_of_pytorchs_kernel_in_bf16",
+        "tests/learn/test_half_backward.py::test_the_rounding_is_that_of_pytorchs_kernel_in_bf16",
     ),
     Mutation(
         "the backward in bf16 has queries that the forward did not round",
         "part.bfloat16() for part in (query, key, value)",
         "part for part in (query, key, value)",
-        "tests/training/test_half_backward.py::test_only_a_run_in_bf16_on_a_processor_with_fast_bf16_has_this_backward",
+        "tests/learn/test_half_backward.py::test_only_a_run_in_bf16_on_a_processor_with_fast_bf16_has_this_backward",
     ),
     Mutation(
         "groups with different prompts are joined to a pack beyond the budget",
         "prompts[following] == prompts[start] == repeated[following]",
         "True",
-        "tests/training/test_pack_plan.py",
+        "tests/learn/test_pack_plan.py",
     ),
     Mutation(
         "attention over plain rows leaves out the cap of the scores",
         "if not window and cap is not None:",
         "if False:",
-        "tests/training/test_transformed_logits.py::test_a_cap_on_attention_is_that_of_the_models_own_definition",
+        "tests/learn/test_transformed_logits.py::test_a_cap_on_attention_is_that_of_the_models_own_definition",
     ),
     Mutation(
         "a required call counts as made although the turn has none",
@@ -3011,7 +3011,7 @@ MUTATIONS = [
         "greedy decoding is scored as sampling from the whole distribution",
         '"top_k": 1 if self.is_greedy else int(self.top_k)',
         '"top_k": int(self.top_k)',
-        "tests/training/test_filter_fields.py",
+        "tests/run/test_filter_fields.py",
     ),
     Mutation(
         "half of a character is streamed",
@@ -3385,37 +3385,37 @@ MUTATIONS = [
         "a rank waits for rank 0 without a word",
         "rank 0 to answer at {host}:{port} (MASTER_ADDR, MASTER_PORT)",
         "an answer",
-        "tests/training/test_launcher.py::test_a_rank_says_that_it_waits_for_rank_0_and_does_so_no_longer_than_its_limit",
+        "tests/run/test_launcher.py::test_a_rank_says_that_it_waits_for_rank_0_and_does_so_no_longer_than_its_limit",
     ),
     Mutation(
         "a refusal of another micro-batch does not name token_budget",
         "[name for name in changed if name in _SIZES]",
         "[]",
-        "tests/training/test_checkpoints_and_directory.py::test_an_interrupted_run_goes_on_only_with_the_same_settings",
+        "tests/run/test_checkpoints_and_directory.py::test_an_interrupted_run_goes_on_only_with_the_same_settings",
     ),
     Mutation(
         "what a library builds from a mapping is built after the model is loaded",
         "            build(given)",
         "            pass",
-        "tests/training/test_built_once.py",
+        "tests/run/test_built_once.py",
     ),
     Mutation(
         "a schedule by metric is never stepped before the model is loaded",
         "            else _reduced(name, given)",
         "            else []",
-        "tests/training/test_built_once.py",
+        "tests/run/test_built_once.py",
     ),
     Mutation(
         "a resumed run renders its templates with the time of now",
         "            return TemplateClock(moment, is_earlier=True)",
         "            return TemplateClock(datetime.now(), is_earlier=True)",
-        "tests/training/test_proven_resume.py::test_a_resumed_run_renders_with_the_time_of_its_first_start",
+        "tests/run/test_proven_resume.py::test_a_resumed_run_renders_with_the_time_of_its_first_start",
     ),
     Mutation(
         "the prompts of a run have one time",
         "{NAME_IN_TEMPLATES: self.template_clock.strftime_now, **(given or {})}",
         "{**(given or {})}",
-        "tests/training/test_proven_resume.py::test_a_resumed_run_renders_with_the_time_of_its_first_start",
+        "tests/run/test_proven_resume.py::test_a_resumed_run_renders_with_the_time_of_its_first_start",
     ),
     Mutation(
         "the receipt's digest of the data leaves pictures out",
@@ -3623,7 +3623,7 @@ MUTATIONS = [
         "text of a model is markup in TensorBoard",
         'for sign in "|*_`[]#~":',
         'for sign in "":',
-        "tests/training/test_completion_log.py::test_a_table_has_trls_columns_and_its_text_is_no_markup",
+        "tests/run/test_completion_log.py::test_a_table_has_trls_columns_and_its_text_is_no_markup",
     ),
     Mutation("an audit forgets that inserted ids are nobody's", "if rollout.sampled[place + i]]", "]", AUDIT),
     Mutation(
@@ -3817,7 +3817,7 @@ MUTATIONS = [
         "kept rollouts without logged values cannot be read",
         "logged or {} for logged",
         "logged for logged",
-        "tests/training/test_rollout_files.py::test_the_command_shows_conversations_branches_and_failures",
+        "tests/run/test_rollout_files.py::test_the_command_shows_conversations_branches_and_failures",
     ),
     Mutation(
         "other users can open the files of a server",
@@ -3877,19 +3877,19 @@ MUTATIONS = [
         "the room of layers that keep everything is never used up",
         "            self._left -= needed",
         "            pass",
-        "tests/training/test_recomputation.py",
+        "tests/learn/test_recomputation.py",
     ),
     Mutation(
         "short packs recompute every layer",
         "    if room.takes(KEPT_BYTES[kind] * positions):",
         "    if False:",
-        "tests/training/test_recomputation.py",
+        "tests/learn/test_recomputation.py",
     ),
     Mutation(
         "the bytes of a layer are taken for those of one position",
         "sum(found.values()) / positions",
         "sum(found.values())",
-        "tests/training/test_recomputation.py",
+        "tests/learn/test_recomputation.py",
     ),
     Mutation(
         "the canary casts every weight for every sequence",
@@ -3901,7 +3901,7 @@ MUTATIONS = [
         "vLLM is not told which implementation of the model to take",
         '"auto" if config.vllm_model_impl == "vllm" else config.vllm_model_impl',
         '"auto"',
-        "tests/training/test_model_implementations.py::test_a_run_samples_with_the_implementation_of_transformers",
+        "tests/learn/test_model_implementations.py::test_a_run_samples_with_the_implementation_of_transformers",
     ),
     Mutation(
         "self-test: a fault that raises is a row, and the next faults are injected",
@@ -3943,7 +3943,7 @@ MUTATIONS = [
         "a run with Liger's kernels begins on a CPU",
         "        check_gpu(self.args.use_liger_kernel, use_cpu=self.args.use_cpu)\n",
         "",
-        "tests/training/test_liger.py::test_without_a_gpu_a_trainer_is_made_and_training_is_refused",
+        "tests/learn/test_liger.py::test_without_a_gpu_a_trainer_is_made_and_training_is_refused",
     ),
     Mutation(
         "self-test: the policy of a run moves by less than the limits",
@@ -4004,7 +4004,7 @@ MUTATIONS = [
         "a full disk under tokenizers is one line",
         "type(error) is not Exception and not isinstance",
         "not isinstance",
-        "tests/training/test_checkpoints_and_directory.py::test_whatever_a_library_raises_on_a_full_disk_is_one_line",
+        "tests/run/test_checkpoints_and_directory.py::test_whatever_a_library_raises_on_a_full_disk_is_one_line",
     ),
     Mutation(
         "a locale of ASCII: the file of the fields is read as UTF-8",
@@ -4035,7 +4035,7 @@ MUTATIONS = [
         "what a launcher asks for beside the config is taken or refused",
         "        take_launcher(self, os.environ)\n",
         "",
-        "tests/training/test_launcher.py",
+        "tests/run/test_launcher.py",
     ),
     Mutation(
         "data: a name is no pattern",
@@ -4047,7 +4047,7 @@ MUTATIONS = [
         "prompts: special tokens can be switched off",
         "tokenizer(prompt, add_special_tokens=add_special_tokens)",
         "tokenizer(prompt)",
-        "tests/training/test_prompts_and_generation.py::"
+        "tests/run/test_prompts_and_generation.py::"
         "test_special_tokens_that_nobody_asked_for_are_said_and_can_be_switched_off",
     ),
     Mutation(
@@ -4060,13 +4060,13 @@ MUTATIONS = [
         "data: a key that is None is not there",
         "for name, entry in value.items() if entry is not None}",
         "for name, entry in value.items()}",
-        "tests/training/test_prompts_and_generation.py::test_a_key_that_only_other_messages_have_is_not_there",
+        "tests/run/test_prompts_and_generation.py::test_a_key_that_only_other_messages_have_is_not_there",
     ),
     Mutation(
         "files: NaN is null in a run's files",
         "not math.isfinite(value) else value",
         "math.isinf(value) else value",
-        "tests/training/test_run_files.py::test_the_files_of_a_run_are_json_where_a_figure_is_nan",
+        "tests/run/test_run_files.py::test_the_files_of_a_run_are_json_where_a_figure_is_nan",
         within="without_nan",
     ),
     Mutation(
@@ -4097,19 +4097,19 @@ MUTATIONS = [
         "metrics: a function's mean is over its scores",
         "        if len(given):\n",
         "        if True:\n",
-        "tests/training/test_prompts_and_generation.py::test_the_mean_of_a_function_is_over_its_scores_and_absent_without_any",
+        "tests/run/test_prompts_and_generation.py::test_the_mean_of_a_function_is_over_its_scores_and_absent_without_any",
     ),
     Mutation(
         "engines: vLLM's arguments are built before a model is loaded",
         "lambda: check_engine_arguments(args, name)",
         "lambda: None",
-        "tests/training/test_built_once.py::test_what_vllm_cannot_use_is_one_sentence_before_the_model_is_loaded",
+        "tests/run/test_built_once.py::test_what_vllm_cannot_use_is_one_sentence_before_the_model_is_loaded",
     ),
     Mutation(
         "engines: an argument that vLLM does not have is refused with the config",
         "and name not in known",
         "and False",
-        "tests/training/test_built_once.py::test_what_a_library_cannot_build_is_one_sentence",
+        "tests/run/test_built_once.py::test_what_a_library_cannot_build_is_one_sentence",
     ),
     Mutation(
         "verify: the rounding of a model in a dtype that the run does not use is no fault",
@@ -4133,13 +4133,13 @@ MUTATIONS = [
         "logits: the cap of xLSTM",
         '    "output_logit_soft_cap": _capped,\n',
         "",
-        "tests/training/test_transformed_logits.py::test_the_heads_logits_become_those_of_the_models_own_forward",
+        "tests/learn/test_transformed_logits.py::test_the_heads_logits_become_those_of_the_models_own_forward",
     ),
     Mutation(
         "engines: longrope's border is looked at before the model is loaded",
         "min(longest, context_length(found) or longest), by_capacity=on_vllm",
         "1, by_capacity=on_vllm",
-        "tests/training/test_family_attention.py::test_a_border_that_every_sequence_crosses_is_seen_before_the_model_is_loaded",
+        "tests/learn/test_family_attention.py::test_a_border_that_every_sequence_crosses_is_seen_before_the_model_is_loaded",
     ),
     Mutation(
         "devices: the grids of pictures are on the model's device (on the pretend GPU)",
@@ -4314,7 +4314,7 @@ MUTATIONS = [
         "Mamba in half precision: the trainer's head takes sums in float32 as the model's own does",
         "entering = hidden if fp32_head else hidden.to(head_dtype(head.module, hidden.dtype))",
         "entering = hidden",
-        "tests/training/test_plain_rows.py::test_weights_in_half_precision_below_sums_in_float32_score_as_the_models_own_forward",
+        "tests/learn/test_plain_rows.py::test_weights_in_half_precision_below_sums_in_float32_score_as_the_models_own_forward",
     ),
     Mutation(
         "push: weights wait for the end of a step that a server has begun ahead",

@@ -3,7 +3,7 @@ docs/reference/migrating-from-openrlhf.md.
 
     pip download --no-deps --dest FOLDER openrlhf==0.9.10
     pip download --no-deps --dest FOLDER openrlhf==0.11.2
-    python scripts/openrlhf_flags.py FOLDER/*.whl > tests/training/openrlhf_flags.json
+    python scripts/openrlhf_flags.py FOLDER/*.whl > tests/docs/openrlhf_flags.json
 
 A wheel is read as a zip file; the package is not installed. Of its module `openrlhf.cli.train_ppo_ray` only the
 statements that add flags to the parser are run. Defaults that JSON cannot express, such as infinity, become text.

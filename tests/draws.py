@@ -2,7 +2,7 @@
 
 CI uses few and the same every time; `thorough` uses many new ones.
 
-`HYPOTHESIS_PROFILE=thorough make test ARGS="tests/training/test_packing.py"`
+`HYPOTHESIS_PROFILE=thorough make test ARGS="tests/learn/test_packing.py"`
 """
 
 from __future__ import annotations

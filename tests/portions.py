@@ -57,52 +57,52 @@ ROWS_IN_CI = {
     "weights/test_adapters.py::test_the_probe_agrees_with_the_adapter_at_every_module": 13,
     "weights/test_live.py::test_a_right_merge_passes": 9,
     "weights/test_transports.py::test_a_push_ends_on_all_servers_when_one_of_them_dies": 3,
-    "training/test_accounting.py::"
+    "learn/test_accounting.py::"
     "test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved": 3,
-    "training/test_adapter_runs.py::test_a_run_raises_no_gap_and_moves_the_adapter_alone": 3,
-    "training/test_adapter_runs.py::test_a_run_that_was_stopped_goes_on_to_the_same_bits": 1,
-    "training/test_adapters_of_every_method.py::test_the_adapter_alone_moves_and_a_stopped_run_goes_on_to_the_bit": 3,
-    "training/test_branches.py::test_a_run_proves_every_token_of_every_branch": 2,
-    "training/test_draws_in_training.py::test_every_sampled_token_is_bet_on_once": 3,
-    "training/test_errors_teach_nothing.py::test_a_correction_is_not_applied_to_a_gap_that_is_a_defect": 3,
-    "training/test_evaluation_sets.py::test_each_set_of_a_mapping_has_metrics_of_its_own_name": 2,
-    "training/test_filter_matrix.py::test_rollouts_have_the_gap_the_sets_and_the_gradient_of_the_book": 4,
-    "training/test_filters_on_vllm.py::test_the_gap_of_a_run_with_filters_is_that_of_a_run_without": 4,
-    "training/test_filters_with_tools.py::test_the_gap_of_rollouts_with_tools_and_filters_is_within_the_limits": 1,
-    "training/test_interrupted_runs.py::test_every_sampled_token_is_proven_and_no_other_is_counted": 4,
-    "training/test_method_resume.py::test_a_run_that_was_stopped_goes_on_to_the_same_bits": 3,
-    "training/test_methods.py::test_loss_and_gradients_equal_the_padded_reference": 5,
-    "training/test_methods_in_fp32.py::test_loss_and_gradients_are_within_1e_5_of_the_padded_reference": 4,
-    "training/test_methods_in_fp32.py::"
+    "run/test_adapter_runs.py::test_a_run_raises_no_gap_and_moves_the_adapter_alone": 3,
+    "run/test_adapter_runs.py::test_a_run_that_was_stopped_goes_on_to_the_same_bits": 1,
+    "run/test_adapters_of_every_method.py::test_the_adapter_alone_moves_and_a_stopped_run_goes_on_to_the_bit": 3,
+    "learn/test_branches.py::test_a_run_proves_every_token_of_every_branch": 2,
+    "watch/test_draws_in_training.py::test_every_sampled_token_is_bet_on_once": 3,
+    "run/test_errors_teach_nothing.py::test_a_correction_is_not_applied_to_a_gap_that_is_a_defect": 3,
+    "run/test_evaluation_sets.py::test_each_set_of_a_mapping_has_metrics_of_its_own_name": 2,
+    "learn/test_filter_matrix.py::test_rollouts_have_the_gap_the_sets_and_the_gradient_of_the_book": 4,
+    "run/test_filters_on_vllm.py::test_the_gap_of_a_run_with_filters_is_that_of_a_run_without": 4,
+    "run/test_filters_with_tools.py::test_the_gap_of_rollouts_with_tools_and_filters_is_within_the_limits": 1,
+    "run/test_interrupted_runs.py::test_every_sampled_token_is_proven_and_no_other_is_counted": 4,
+    "run/test_method_resume.py::test_a_run_that_was_stopped_goes_on_to_the_same_bits": 3,
+    "learn/test_methods.py::test_loss_and_gradients_equal_the_padded_reference": 5,
+    "learn/test_methods_in_fp32.py::test_loss_and_gradients_are_within_1e_5_of_the_padded_reference": 4,
+    "learn/test_methods_in_fp32.py::"
     "test_whatever_is_drawn_loss_and_gradients_are_within_1e_5_of_the_padded_reference": 2,
-    "training/test_methods_in_rows.py::test_a_run_is_proven_and_diverges_from_its_reference_by_nothing_at_first": 2,
-    "training/test_methods_in_rows.py::test_loss_and_gradients_equal_the_padded_reference": 2,
-    "training/test_methods_on_vllm.py::"
+    "learn/test_methods_in_rows.py::test_a_run_is_proven_and_diverges_from_its_reference_by_nothing_at_first": 2,
+    "learn/test_methods_in_rows.py::test_loss_and_gradients_equal_the_padded_reference": 2,
+    "learn/test_methods_on_vllm.py::"
     "test_two_steps_are_proven_to_the_last_token_and_leave_what_was_learned_in_vllm": 2,
-    "training/test_quantised_runs.py::test_every_step_is_proven_and_the_gap_is_what_quantisation_explains": 2,
-    "training/test_recomputation.py::test_a_run_that_checkpoints_its_full_model_has_the_same_gradients_at_every_step": 2,  # noqa: E501
-    "training/test_recomputation.py::test_gradients_are_the_same_to_the_bit": 8,
-    "training/test_reference.py::"
+    "run/test_quantised_runs.py::test_every_step_is_proven_and_the_gap_is_what_quantisation_explains": 2,
+    "learn/test_recomputation.py::test_a_run_that_checkpoints_its_full_model_has_the_same_gradients_at_every_step": 2,
+    "learn/test_recomputation.py::test_gradients_are_the_same_to_the_bit": 8,
+    "run/test_reference.py::"
     "test_the_reference_is_the_policy_of_the_start_and_the_divergence_from_it_begins_at_0": 3,
-    "training/test_resumable_saves.py::test_a_run_is_resumed_to_the_bit_from_every_checkpoint_that_it_leaves": 2,
-    "training/test_router_loss.py::test_the_models_own_loss_is_added_where_the_rewards_teach_nothing": 1,
-    "training/test_sliding_windows.py::"
+    "run/test_resumable_saves.py::test_a_run_is_resumed_to_the_bit_from_every_checkpoint_that_it_leaves": 2,
+    "learn/test_router_loss.py::test_the_models_own_loss_is_added_where_the_rewards_teach_nothing": 1,
+    "learn/test_sliding_windows.py::"
     "test_gradients_equal_the_padded_reference_at_and_around_the_reach_of_the_window": 2,
-    "training/test_step_gradient.py::test_a_gradient_that_is_wrong_from_the_beginning_stops_the_first_step": 3,
-    "training/test_step_gradient.py::"
+    "watch/test_step_gradient.py::test_a_gradient_that_is_wrong_from_the_beginning_stops_the_first_step": 3,
+    "watch/test_step_gradient.py::"
     "test_a_gradient_that_turns_wrong_later_stops_the_run_before_the_optimizer_uses_it_for_ten_steps": 2,
-    "training/test_step_gradient.py::test_clean_steps_pass_far_below_the_limit_and_stay_as_they_were": 3,
-    "training/test_tools_in_training.py::test_a_run_with_tools_that_was_stopped_goes_on_to_the_same_bits": 1,
-    "training/test_tools_in_training.py::test_a_tool_with_an_alarm_or_a_connection_works_as_one_without": 1,
-    "training/test_tools_in_training.py::test_every_method_learns_from_rollouts_with_tools": 1,
-    "training/test_tools_in_training.py::test_what_fails_in_the_same_way_at_every_call_is_an_alarm_once": 2,
-    "training/test_trainer.py::test_the_split_into_micro_batches_does_not_change_a_gradient": 2,
-    "training/test_trainer_services.py::test_evaluations_in_the_loop_and_every_log_reach_callbacks_and_trackers": 2,
-    "training/test_trainer_services.py::test_push_to_hub_uploads_weights_tokenizer_and_a_model_card": 3,
-    "training/test_transformed_logits.py::test_scores_and_gradients_are_those_of_the_models_own_logits": 5,
-    "training/test_work.py::"
+    "watch/test_step_gradient.py::test_clean_steps_pass_far_below_the_limit_and_stay_as_they_were": 3,
+    "run/test_tools_in_training.py::test_a_run_with_tools_that_was_stopped_goes_on_to_the_same_bits": 1,
+    "run/test_tools_in_training.py::test_a_tool_with_an_alarm_or_a_connection_works_as_one_without": 1,
+    "run/test_tools_in_training.py::test_every_method_learns_from_rollouts_with_tools": 1,
+    "run/test_tools_in_training.py::test_what_fails_in_the_same_way_at_every_call_is_an_alarm_once": 2,
+    "run/test_trainer.py::test_the_split_into_micro_batches_does_not_change_a_gradient": 2,
+    "run/test_trainer_services.py::test_evaluations_in_the_loop_and_every_log_reach_callbacks_and_trackers": 2,
+    "run/test_trainer_services.py::test_push_to_hub_uploads_weights_tokenizer_and_a_model_card": 3,
+    "learn/test_transformed_logits.py::test_scores_and_gradients_are_those_of_the_models_own_logits": 5,
+    "run/test_work.py::"
     "test_a_pass_without_gradient_is_taken_where_something_must_be_known_before_the_first_step": 5,
-    "training/test_two_ranks.py::test_what_goes_wrong_on_one_rank_is_the_same_error_on_both": 4,
+    "run/test_two_ranks.py::test_what_goes_wrong_on_one_rank_is_the_same_error_on_both": 4,
 }
 # Rows, tests and files that are too long for CI, by the beginning of their names, with what CI has in place of each.
 LATER = {
@@ -146,10 +146,10 @@ LATER = {
     "server/test_two_ranks_on_a_server.py::"
     "test_two_ranks_with_a_sharded_model_train_with_one_server[fsdp]": "its row of DeepSpeed",
     "weights/test_adapters_alone_on_servers.py::test_workers_that_share_a_model_share_the_adapter[gloo": "its other transport",  # noqa: E501
-    "training/test_adapters_alone_in_runs.py::"
+    "run/test_adapters_alone_in_runs.py::"
     "test_a_server_that_is_killed_gets_the_adapter_again_and_the_weights_are_the_same": "test_adapters_alone_on_servers.py, "  # noqa: E501
     "where a server is started again without a run",
-    "training/test_real_model.py::": "scripts/newcomer.py, which trains the same model",
+    "run/test_real_model.py::": "scripts/newcomer.py, which trains the same model",
 }
 
 

@@ -133,7 +133,7 @@ def _train(
     **arguments: Any,
 ) -> Row:
     """A run of three steps with the transformers engine, on this device. Returns its largest gap and its last loss."""
-    sys.path.append(str(ROOT / "tests" / "training"))
+    sys.path.append(str(ROOT / "tests" / "run"))
     from methods import PROMPTS, by_length
 
     import lockstep
@@ -166,7 +166,7 @@ def _saved_and_resumed(folder: Path) -> Row:
 
 
 def _evaluated(folder: Path) -> Row:
-    sys.path.append(str(ROOT / "tests" / "training"))
+    sys.path.append(str(ROOT / "tests" / "run"))
     from methods import PROMPTS
 
     return _train(
@@ -299,7 +299,7 @@ def _verify(model: str, dtype: str, table: Path, *words: str) -> int:
 
 def waits(sizes: Sizes) -> Iterator[Row]:
     """Where the host waits for the GPU in the last of three steps, by line of Lockstep (counted by PyTorch)."""
-    sys.path.append(str(ROOT / "tests" / "training"))
+    sys.path.append(str(ROOT / "tests" / "run"))
     from methods import PROMPTS, by_length
     from transformers import TrainerCallback
 
@@ -406,7 +406,7 @@ def groups(sizes: Sizes) -> Iterator[Row]:
         program = f"""
 import sys
 from pathlib import Path
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}, {str(ROOT / "tests" / "training")!r}]
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}, {str(ROOT / "tests" / "run")!r}]
 from torch.distributed.fsdp import FSDPModule
 if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
     # An older PyTorch: one rank has all gradients.

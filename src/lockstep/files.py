@@ -1,7 +1,7 @@
 """Writes files so that each has its whole old content or its whole new content, also after a kill, a full disk or a
 crash.
 
-Every file of a run is written by these functions. `tests/training/test_every_write.py` finds code that writes in
+Every file of a run is written by these functions. `tests/run/test_every_write.py` finds code that writes in
 another way.
 """
 

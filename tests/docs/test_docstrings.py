@@ -48,9 +48,7 @@ def callers_named(texts: dict[Path, str]) -> list[str]:
     imports = {path: imported(text) for path, text in texts.items()}
 
     def callers(path: Path, said: str) -> list[str]:
-        named = {
-            base / name for name in NAMED.findall(said) for base in (SOURCE, SOURCE / "training", path.parent)
-        }
+        named = {base / name for name in NAMED.findall(said) for base in (SOURCE, path.parent)}
         callers = [other.name for other in named if other != path and module(path) in imports.get(other, ())]
         return sorted(callers) + CALLERS.findall(said)
 

@@ -19,7 +19,7 @@ PROGRAMS = sorted(
 )
 # A path in prose is relative to one of these folders.
 _PACKAGE = ROOT / "src" / "lockstep"
-BASES = (ROOT, _PACKAGE, _PACKAGE / "training", ROOT / "docs", ROOT / "benchmarks")
+BASES = (ROOT, _PACKAGE, ROOT / "docs", ROOT / "benchmarks")
 # A folder and a file, as in `weights/push.py`; a star stands for any name.
 FILE = re.compile(r"(?<![\w./$~-])((?:\.\./)?(?:[\w-]+/)+[\w*.-]+\.(?:py|md|yaml|sh|svg))\b")
 

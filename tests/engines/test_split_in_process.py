@@ -354,7 +354,7 @@ def test_the_workers_end_with_a_trainer_that_is_killed_or_forgets_to_close(
     folders = [
         str(Path(__file__).parent),
         str(Path(__file__).parents[1]),
-        str(Path(__file__).parents[1] / "training"),
+        str(Path(__file__).parents[1] / "run"),
     ]
     script.write_text(TRAINER.format(path=folders, model=untied_dir))
     with log.open("w") as file:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "training")]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "run")]
 ALONE = "alone"
 
 

@@ -27,7 +27,7 @@ from lockstep.learn.scoring import score_pack
 from lockstep.learn.sequence import TrainingSequence
 
 _FREE = ("empty", "detach", "lift", "alias", "set_", "new_empty")
-_ROOTS = ("/lockstep/training/", "/transformers/models/", "/transformers/integrations/")
+_ROOTS = ("/lockstep/learn/", "/transformers/models/", "/transformers/integrations/")
 
 
 class _Launches(TorchDispatchMode):

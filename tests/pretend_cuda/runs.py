@@ -410,7 +410,7 @@ def begin() -> Any:
     tests = Path(__file__).parents[1]
     sys.path[:0] = [
         str(tests),
-        str(tests / "training"),
+        str(tests / "run"),
         str(tests / "sync"),
         str(tests / "engines"),
         str(tests.parent),

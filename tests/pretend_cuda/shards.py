@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "training"), str(TESTS / "shards")]
+sys.path[:0] = [str(TESTS), str(TESTS / "run"), str(TESTS / "shards")]
 RANKS = 2
 
 

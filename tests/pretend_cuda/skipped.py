@@ -13,8 +13,8 @@ _REASONS = {
     ),
     "shards/": "gloo takes no tensor of a GPU; FSDP2 and ZeRO-3 are on the device in tests/pretend_cuda/test_shards.py",
     "weights/test_nccl.py": "there is no NCCL, and every process has the same GPU",
-    "training/test_two_ranks.py": _RANKS,
-    "training/test_sharded_training.py": _RANKS,
+    "run/test_two_ranks.py": _RANKS,
+    "run/test_sharded_training.py": _RANKS,
     "images/test_pictures_on_two_ranks.py": _RANKS,
     "extras/trl/test_trl_ranks.py": _RANKS,
 }

@@ -17,8 +17,8 @@ from unittest.mock import patch
 
 import pytest
 from conftest import VLLM
+from server_runs import equal, make_trainer, train
 from servers import Server, descendants, free_port, serve
-from training import equal, make_trainer, train
 
 from lockstep.contract.probe import decode_floats, encode_floats
 from lockstep.engines.servers.calls import ServerCalls

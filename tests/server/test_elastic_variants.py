@@ -18,10 +18,10 @@ import pytest
 from conftest import VLLM
 from forked import Program
 from long_schedule import newest
+from server_runs import equal, make_trainer, train
 from servers import free_port, serve
 from test_elastic_servers import Steps, changes_of, server_counts
 from test_long_schedule import curve, final_weights
-from training import equal, make_trainer, train
 
 from lockstep.run.trainers.methods import GRPOTrainer
 from lockstep.watch.receipt import read_receipt

@@ -22,8 +22,8 @@ import torch
 from conftest import VLLM
 from faulty_proxy import GENERATE, FaultyProxy, faulty_proxy
 from portions import portion
+from server_runs import equal, make_trainer, train, weights
 from servers import Server, impatient
-from training import equal, make_trainer, train, weights
 from transformers import TrainerCallback
 
 from lockstep.errors import ProofError

@@ -23,10 +23,10 @@ from conftest import VLLM
 from faulty_proxy import GENERATE, faulty_proxy
 from methods import INTERRUPTED, StopAfter
 from portions import portion
+from server_runs import even_tokens, make_trainer, train
 from servers import Asked, Server, connect, serve
 from test_in_flight import gap_by_version, long_requests
 from tiny import make_model, perturbed
-from training import even_tokens, make_trainer, train
 from transformers import PreTrainedModel
 
 import lockstep.run.source as source

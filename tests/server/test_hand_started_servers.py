@@ -17,8 +17,8 @@ from unittest.mock import patch
 import pytest
 from conftest import VLLM
 from forked import Program
+from server_runs import equal, make_trainer, train
 from servers import Server, free_port
-from training import equal, make_trainer, train
 
 from lockstep.engines.servers.calls import HOW_TO_START
 from lockstep.errors import InputError, ProofError

@@ -19,8 +19,8 @@ import httpx
 import pytest
 import torch
 from conftest import VLLM
+from server_runs import equal, make_trainer, train
 from servers import HTTP, KEY, Server, descendants, serve
-from training import equal, make_trainer, train
 
 import lockstep.weights.wire.shared_memory as shared_memory
 from lockstep.errors import EngineLost

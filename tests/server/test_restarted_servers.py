@@ -14,9 +14,9 @@ from unittest.mock import patch
 import pytest
 from conftest import VLLM
 from faulty_proxy import faulty_proxy
+from server_runs import equal, make_trainer, train
 from servers import HTTP, KEY, Server, serve
 from tiny import make_model
-from training import equal, make_trainer, train
 
 from lockstep.engines import connect
 from lockstep.errors import ProofError

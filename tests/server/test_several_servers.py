@@ -14,10 +14,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from conftest import VLLM
+from server_runs import equal, make_trainer, train
 from servers import KEY, Asked, Server, connect, impatient, serve
 from test_in_flight import gap_by_version
 from tiny import make_model, perturbed
-from training import equal, make_trainer, train
 
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling

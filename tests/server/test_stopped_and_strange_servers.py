@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from conftest import VLLM
+from server_runs import equal, make_trainer, train
 from servers import Server, connect, impatient
 from tiny import make_model
-from training import equal, make_trainer, train
 
 from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling

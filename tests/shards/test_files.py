@@ -1,4 +1,4 @@
-"""Checkpoints of a sharded model, on one rank: what is written, what comes back. Several ranks: `tests/training/`."""
+"""Checkpoints of a sharded model, on one rank: what is written, what comes back. Several ranks: `tests/run/`."""
 
 from __future__ import annotations
 

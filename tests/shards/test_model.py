@@ -1,7 +1,7 @@
 """A model that is sharded over one rank, by FSDP2 and by DeepSpeed ZeRO-3: what is gathered, when it is freed, what
 is refused.
 
-Several ranks: `tests/training/`.
+Several ranks: `tests/run/`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def environment(gib: float = 1.0) -> dict[str, str]:
     """
     helpers = [
         TESTS,
-        *(TESTS / name for name in ("training", "images", "server")),
+        *(TESTS / name for name in ("run", "images", "server")),
         TESTS.parent / "src",
         TESTS.parent,
     ]
