@@ -344,7 +344,7 @@ MUTATIONS = [
         "if False:",
         TOOL_CALLS,
     ),
-    Mutation("a control token within the arguments", "if SURROGATE.search(said):", "if False:", TOOL_CALLS),
+    Mutation("a control token within the arguments", "if _SURROGATE.search(said):", "if False:", TOOL_CALLS),
     Mutation(
         "a value that the schema calls text becomes a number",
         'if schema.get("type") == "string":',
@@ -830,8 +830,8 @@ MUTATIONS = [
     # the rollout loop
     Mutation(
         "inserted ids marked as sampled",
-        "[isinstance(part, Turn) for part in self._parts], lengths",
-        "True, sum(lengths)",
+        "np.repeat(is_turn, [*map(len, ids)])",
+        "np.repeat(True, sum(map(len, ids)))",
         DRIVER,
     ),
     Mutation(
