@@ -2296,7 +2296,7 @@ MUTATIONS = [
         '"".join(part["text"]',
         '" ".join(part["text"]',
         "tests/run/test_trl_names.py",
-        within="with_joined_text",
+        within="_with_joined_text",
     ),
     Mutation(
         "dir(lockstep) shows what the package imports for itself",
@@ -3250,8 +3250,7 @@ MUTATIONS = [
     ),
     Mutation(
         "positions are those of the first picture's text",
-        "positions, delta = self._model.base_model.get_rope_index(\n            row, mm_token_type_ids=marks, "
-        "image_grid_thw=grids\n        )",
+        "positions, delta = self._model.base_model.get_rope_index(row, mm_token_type_ids=marks, **shown)",
         "positions, delta = torch.arange(len(ids)).expand(3, 1, -1), 0",
         f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn[qwen2_5_vl]",
     ),

@@ -46,7 +46,8 @@ SILENT = {
         weights/wire/groups.py::authenticate weights/wire/groups.py::prove
         weights/wire/shared_memory.py::SharedMemoryTransport._send weights/wire/shared_memory.py::_wait_for
         watch/ahead.py::ProofsAhead.check_answer contract/inbox.py::Errands.do_during
-        rollouts/programs/tools.py::ToolCalls.finish rollouts/programs/workers.py::Worker.do""",
+        rollouts/programs/tools.py::ToolCalls.finish rollouts/programs/workers.py::Worker.do
+        extras/environments/own_process/openenv_session.py::make_session""",
     "a thread or loop that waits for its next work": """
         threads.py::_serve engines/vllm/environment.py::end_with_trainer.end
         extras/environments/verifiers.py::VerifiersAgent._read extras/agents/streamed_answers.py::Heard.begins

@@ -228,7 +228,7 @@ class ImagePrompts:
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
-        """Ids that must not be sampled: an engine would put a picture, or a part of one, in the place of such a token."""
+        """Ids that must not be sampled: an engine would put a picture, or a part of one, in their place."""
         known = (getattr(self._model.config, name, None) for name in ("image_token_id", "video_token_id"))
         return tuple(sorted({int(token) for token in known if token is not None}))
 
@@ -266,7 +266,7 @@ class ImagePrompts:
         return [picture for _, picture in self.opened_pictures(images)]
 
     def files_and_pictures(self, urls: Sequence[str]) -> list[tuple[str, Picture]]:
-        """The file of each URL as a `data:` URL, and the image as the model takes it. Otherwise as `opened_pictures`."""
+        """The file of each URL as a `data:` URL, and the image for the model. Otherwise as `opened_pictures`."""
         return [(file, self.picture(opened(file))) for file in self.fetched(urls)]
 
     def with_files(self, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,8 +36,9 @@ def has_images(row: Mapping[str, Any]) -> bool:
     """Whether a row has a column of pictures, or messages with image parts."""
     if any(name in row for name in COLUMNS):
         return True
-    prompt = row.get("prompt") if isinstance(row.get("prompt"), list) else []
-    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
+    prompt = row.get("prompt")
+    messages = prompt if isinstance(prompt, list) else []
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return any(isinstance(part, Mapping) and _is_image(part) for part in parts)
 

@@ -32,7 +32,7 @@ UNREADABLE, SKIPPED, TIMED_OUT = "[unparseable]", "[skipped]", "[timed out]"
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The parsed reference and answer, and the score: 1 if they are equal, else 0; None: the reference is unreadable."""
+    """The parsed reference and answer, and the score: 1 if they are equal, else 0; None: no readable reference."""
 
     gold: str
     answer: str
