@@ -45,11 +45,6 @@ class Start:
     seed: int
     sampling: Sampling
 
-    @property
-    def request(self) -> GenerationRequest:
-        """The request for all tokens that the rollout may have."""
-        return GenerationRequest(self.key, self.prompt.ids, self.sampling, self.seed, self.prompt.pictures)
-
 
 class RolloutRecord(Protocol):
     """Hears what the engine was asked for one rollout and what it answered, and compares the rollout with it."""
@@ -126,7 +121,7 @@ class Driver:
         """
         settings = self.engine.settings()
         context = settings.max_model_len
-        requests = [start.request for start in starts]
+        requests = [GenerationRequest(s.key, s.prompt.ids, s.sampling, s.seed) for s in starts]
         check_requests(requests, self.engine.version, context, settings.vocab_size, settings.request_limits)
         missing, found = {start.key for start in starts}, Rollouts()
         places = {start.key: place for place, start in enumerate(starts)}

@@ -386,8 +386,6 @@ def _texts(value: Any) -> Iterator[str]:
         yield from (text for part in value for text in _texts(part))
 
 
-__all__ = ["Message", "is_conversational", "render_prompt", "template_of", "with_joined_text"]
-
 _logger = logging.getLogger(__name__)
 
 _NEVER_RESIZED = "embeddings are never resized here: the engine would keep the old vocabulary"
