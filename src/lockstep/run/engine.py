@@ -213,17 +213,14 @@ def check_beside_ranks(ranks: int, workers: int, size_field: str, mode_field: st
     if workers == 1:
         raise InputError(
             f"{ranks} trainer processes: vLLM in one of them would wait for the others in their process "
-            f"group. Set {size_field}: "
-            f"{ranks}, which splits one engine over {ranks} devices in processes of its own; or start "
-            f"'lockstep serve MODEL' and "
-            f"set {mode_field}: server"
+            f"group. Set {size_field}: {ranks}, which splits one engine over {ranks} devices in processes "
+            f"of its own; or start 'lockstep serve MODEL' and set {mode_field}: server"
         )
     if workers != ranks:
         _logger.warning(
             f"{ranks} trainer processes share one engine, which is split over {workers} devices "
-            f"({size_field}). It is slower, and "
-            f"leaves devices idle, if these numbers differ; several engines need 'lockstep serve' and "
-            f"{mode_field}: server"
+            f"({size_field}). It is slower, and leaves devices idle, if these numbers differ; several "
+            f"engines need 'lockstep serve' and {mode_field}: server"
         )
 
 
@@ -289,8 +286,7 @@ def start_here(
     if vllm_arguments.get("tensor_parallel_size", 1) > 1 or vllm_arguments.get("sleep_level"):
         raise InputError(
             "vLLM is not installed here, and only vLLM can be split over devices or sleep: leave the tensor "
-            "parallel size and "
-            "sleep mode out"
+            "parallel size and sleep mode out"
         )
     why = "use_vllm is false" if use_vllm is False else "vLLM is not installed here"
     _logger.info(f"engine: transformers ({why}); the proofs are the same, generation is slower")
@@ -349,8 +345,7 @@ def shake_hands(
     if scores_first and isinstance(engine, VLLMServer) and not engine.scores_first:
         raise InputError(
             "max_staleness needs a server that answers a proof before what waits to be generated: start it "
-            "with 'lockstep serve "
-            "MODEL', or with --scheduling-policy priority"
+            "with 'lockstep serve MODEL', or with --scheduling-policy priority"
         )
     expected = expected_settings(
         model, path, dtype, min_model_len, head_dtype, sampling, pictures=pictures, quantization=quantization
@@ -382,14 +377,12 @@ def check_directory(path: str, tokenizer: PreTrainedTokenizerBase, sampling: Sam
     if texts and (other := set(tokenizer.get_vocab().items()) ^ set(of_directory.get_vocab().items())):
         raise InputError(
             f"{texts[0]} is set, which vLLM applies with the tokenizer of {path}; {min(other)[0]!r} is "
-            f"another token there than in "
-            f"processing_class: {advice}"
+            f"another token there than in processing_class: {advice}"
         )
     if ends and (other_ends := directory_end_ids(path, of_directory) - set(sampling.end_ids)):
         raise InputError(
             f"{ends[0]} is set, for which vLLM also takes the end tokens of {path}; {sorted(other_ends)} do "
-            f"not end a completion "
-            f"in training: {advice}"
+            f"not end a completion in training: {advice}"
         )
 
 
@@ -423,17 +416,14 @@ def check_positions(config: PreTrainedConfig, longest: int, *, by_capacity: bool
             )
             raise InputError(
                 f"this model's positions (longrope) have other factors in sequences of more than {border} "
-                f"tokens, and {how}: "
-                f"engine and trainer would use different ones. Set vllm_max_model_length to {border} or less "
-                f"(a server: "
-                "--max-model-len)"
+                f"tokens, and {how}: engine and trainer would use different ones. Set vllm_max_model_length "
+                f"to {border} or less (a server: --max-model-len)"
             )
         others = {"alpha", "max_trained_positions"} & rope.keys()
         if rope.get("rope_type") == "dynamic" and by_capacity and others:
             raise InputError(
-                f"vLLM computes this model's positions (dynamic) with {min(others)}, which transformers does "
-                f"not read: set "
-                "use_vllm to false"
+                f"vLLM computes this model's positions (dynamic) with {min(others)}, which transformers "
+                "does not read: set use_vllm to false"
             )
 
 
@@ -457,15 +447,15 @@ def _check_runnable(model: PreTrainedModel, longest: int) -> None:
     if ties and inner._tied_weights_keys and not inner.all_tied_weights_keys:
         raise InputError(
             "the config ties the head to the embedding (tie_word_embeddings), and the files have another "
-            "head: transformers "
-            "computes with that head, and vLLM with the embedding. Set tie_word_embeddings to false in config.json"
+            "head: transformers computes with that head, and vLLM with the embedding. Set "
+            "tie_word_embeddings to false in config.json"
         )
     window = getattr(config, "sliding_window", None)
     if config.model_type == "cohere2" and window is not None and window < longest:
         raise InputError(
             f"Cohere2 attends within {window} tokens in some layers; vLLM lets them see one token more than "
-            f"transformers does, and "
-            f"sequences may have {longest} tokens: set vllm_max_model_length to {window} or less"
+            f"transformers does, and sequences may have {longest} tokens: set vllm_max_model_length to "
+            f"{window} or less"
         )
 
 

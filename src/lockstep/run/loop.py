@@ -109,9 +109,8 @@ class TrainingLoop:
         if generation is None or generation.prompt_ids != tuple(p.prompt_id for p in batch.prompts):
             raise InputError(
                 f"the checkpoint of step {self.state().global_step} is inside a generation of "
-                f"{self.config.optimizer_steps_per_generation} steps: no run can go on from it; rename it to "
-                f"go on from the one "
-                "before"
+                f"{self.config.optimizer_steps_per_generation} steps: no run can go on from it; rename it "
+                "to go on from the one before"
             )
         per_step = self.config.gradient_accumulation_steps
         step, place = divmod(batch.part % self.config.parts_per_generation, per_step)

@@ -180,9 +180,8 @@ class UnscoredGenerations:
         if self._in_a_row >= self._limit:
             raise InputError(
                 f"none of {names} scored any of the {len(rollouts)} completions, in {self._in_a_row} "
-                f"generations in a row: there "
-                "is nothing to learn from. Let one return numbers, leave these rows out of the data, or raise "
-                "max_unscored_generations"
+                "generations in a row: there is nothing to learn from. Let one return numbers, leave these "
+                "rows out of the data, or raise max_unscored_generations"
             )
         self._alarms.tell("unscored", names, count=len(rollouts), limit=self._limit)
         if self._owner:

@@ -260,8 +260,7 @@ class RolloutTools:
         if branching:
             _logger.info(
                 f"after some turns ({'; '.join(branching)}) the chat template shows earlier turns "
-                f"differently: rollouts "
-                "branch there"
+                "differently: rollouts branch there"
             )
 
     @property
@@ -302,9 +301,8 @@ class RolloutTools:
             return self.calls.home.do(work, limit)
         except TookTooLong as error:
             raise InputError(
-                f"the reward functions took longer than {limit:g} s (reward_timeout) in a call that cannot be "
-                f"ended; with "
-                "max_staleness they run in the thread of the environments"
+                f"the reward functions took longer than {limit:g} s (reward_timeout) in a call that cannot "
+                "be ended; with max_staleness they run in the thread of the environments"
             ) from error
 
     def start(self) -> ToolProgram:

@@ -114,9 +114,8 @@ class StopSignals(TrainerCallback):
                 continue
             self._told.add(who)
             _logger.warning(
-                f"{who} had replaced the handler of {signal.Signals(number).name}; the run handles it again, "
-                f"so that it ends at a "
-                "step from which it can go on"
+                f"{who} had replaced the handler of {signal.Signals(number).name}; the run handles it "
+                "again, so that it ends at a step from which it can go on"
             )
 
     @property
@@ -151,8 +150,7 @@ def ended_unasked(folder: Path, step: int, last: int) -> LockstepError:
     from_where = f"goes on from {checkpoint.name}" if checkpoint is not None else "starts from the beginning"
     return LockstepError(
         f"the training ended after step {step} of {last}, and no signal and no callback of yours has asked "
-        f"for that; the same "
-        f"command {from_where}"
+        f"for that; the same command {from_where}"
     )
 
 
@@ -205,8 +203,7 @@ def run_method(
     if config.resume_from_checkpoint is not None:
         raise InputError(
             f"resume_from_checkpoint={config.resume_from_checkpoint!r} is not supported here: a run goes on "
-            f"from the last "
-            "checkpoint of its output_dir by itself; leave it out"
+            "from the last checkpoint of its output_dir by itself; leave it out"
         )
     # The trainer asks again. Here the answer comes before a model is loaded and an engine started.
     check_gpu(config.use_liger_kernel, use_cpu=config.use_cpu)

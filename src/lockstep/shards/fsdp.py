@@ -55,8 +55,8 @@ class FsdpWeights:
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             # Without it the ranks wait for each other where an expert has a gradient on some of them only.
             raise InputError(
-                f"FSDP2 needs PyTorch 2.13 or newer, and this is {torch.__version__}: install a newer one, or "
-                f"train without fsdp"
+                f"FSDP2 needs PyTorch 2.13 or newer, and this is {torch.__version__}: install a newer one, "
+                "or train without fsdp"
             )
         self._model = model
         self._units: list[Any] = [model, *layers]

@@ -312,10 +312,9 @@ class ShardedModel:
                 f"at version {version} {len(odd)} of {len(self.parameters)} parameters are not sharded; the "
                 f"first is {odd[0]}",
                 "a layer stayed gathered after a forward, so that it holds its weights of before the "
-                "optimizer's step; or a "
-                "parameter was added or replaced after the model was sharded",
-                "let nothing gather weights of the model outside of a forward, and change no module after the "
-                "trainer was made",
+                "optimizer's step; or a parameter was added or replaced after the model was sharded",
+                "let nothing gather weights of the model outside of a forward, and change no module after "
+                "the trainer was made",
             )
 
     @property
@@ -353,8 +352,7 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     if not found:
         raise InputError(
             f"{type(model).__name__} names no decoder layers (_no_split_modules), so that it cannot be "
-            f"sharded; train without "
-            "shards"
+            "sharded; train without shards"
         )
     return found
 

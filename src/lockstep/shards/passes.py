@@ -106,8 +106,7 @@ class Passes:
             if isinstance(error, RuntimeError) and _is_of_another_rank(error):
                 raise BrokenPass(
                     f"rank {self.rank} waited in a forward or backward of the sharded model for a rank that "
-                    f"failed or did not "
-                    f"come within {PASS_LIMIT:.0f} s ({str(error)[:160]})"
+                    f"failed or did not come within {PASS_LIMIT:.0f} s ({str(error)[:160]})"
                 ) from error
             raise
 
@@ -125,8 +124,8 @@ class Passes:
             self._broken = True
             raise LockstepError(
                 f"rank {self.rank} waited for every rank, before its next forward of the sharded model, and "
-                f"one is gone or did "
-                f"not come within {self._limit:.0f} s ({str(error)[:160]}); look at the other ranks' output"
+                f"one is gone or did not come within {self._limit:.0f} s ({str(error)[:160]}); look at the "
+                "other ranks' output"
             ) from error
         self._broken = int(ballot) == _BROKEN
         return int(ballot)

@@ -143,8 +143,8 @@ def _check(found: Mapping[str, Any], source: str, *, default_version: int) -> No
     reshard = str(found.get("reshard_after_forward", True)).lower()
     if reshard not in ("true", "1", "full_shard"):
         raise InputError(
-            f"fsdp_reshard_after_forward={reshard} is not supported ({source}): layers are freed after their "
-            f"forward; leave it out"
+            f"fsdp_reshard_after_forward={reshard} is not supported ({source}): layers are freed after "
+            "their forward; leave it out"
         )
     wrap = found.get("auto_wrap_policy")
     if wrap not in (None, "", *_WRAPS):

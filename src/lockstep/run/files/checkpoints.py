@@ -99,8 +99,8 @@ def set_damaged_aside(output_dir: str | Path) -> None:
         names = ", ".join(path.name for path in damaged)
         raise InputError(
             f"no checkpoint in {output_dir} can be read: {TRAINER_STATE} is damaged or missing in {names}. "
-            f"Nothing was changed. "
-            "Put a good copy back to go on. To start from the beginning, move them away, or give another output_dir"
+            "Nothing was changed. Put a good copy back to go on. To start from the beginning, move them "
+            "away, or give another output_dir"
         )
     for path in damaged:
         set_aside(path, f"cannot be read ({TRAINER_STATE} is damaged or missing)")
@@ -341,9 +341,9 @@ class ResumableSaves(TrainerCallback):
         state.save_steps = math.ceil(wanted / self._steps) * self._steps
         if state.save_steps != wanted and self._owner:
             _logger.info(
-                f"save_steps={args.save_steps:g} is a checkpoint every {wanted} steps, which can fall inside a "
-                f"generation of {self._steps}, where no run can be resumed exactly; there is one every "
-                f"{state.save_steps} instead"
+                f"save_steps={args.save_steps:g} is a checkpoint every {wanted} steps, which can fall "
+                f"inside a generation of {self._steps}, where no run can be resumed exactly; there is one "
+                f"every {state.save_steps} instead"
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -438,8 +438,8 @@ def _there(path: Path, what: str) -> Path:
     if not path.is_file():
         raise InputError(
             f"checkpoint {path.parent} has no {path.name} ({what}): it is of a run with another method or "
-            f"other settings, or was "
-            "copied in part; resume from one that has the file, or start from the beginning"
+            "other settings, or was copied in part; resume from one that has the file, or start from the "
+            "beginning"
         )
     return path
 
@@ -461,9 +461,8 @@ def check_checkpoint(checkpoint: Path, step: int, receipt: Path) -> dict[str, An
     what = f"the run in {checkpoint.parent} cannot go on: "
     if not any((checkpoint / name).exists() for name in (DIGESTS, "optimizer.pt")):
         raise InputError(
-            f"{what}{checkpoint.name} holds only the model (save_only_model), and no optimizer state. Nothing "
-            f"was changed. Give "
-            "the checkpoint as the model of a new run, with another output_dir"
+            f"{what}{checkpoint.name} holds only the model (save_only_model), and no optimizer state. "
+            "Nothing was changed. Give the checkpoint as the model of a new run, with another output_dir"
         )
     try:
         return _checked(checkpoint, step, receipt)
@@ -495,12 +494,12 @@ def _remedy(checkpoint: Path, step: int, receipt: Path) -> str:
         if number < step and _is_whole(earlier, number, receipt):
             aside = free_name(checkpoint.with_name(f"damaged-{checkpoint.name}"))
             return (
-                f"Put a good copy back, or move it away to go on from {earlier.name}: "
-                f"mv {quote(str(checkpoint))} {quote(str(aside))}"
+                f"Put a good copy back, or move it away to go on from {earlier.name}: mv "
+                f"{quote(str(checkpoint))} {quote(str(aside))}"
             )
     return (
-        "No earlier checkpoint is whole. Put a good copy back, or give another output_dir to start from "
-        "the beginning"
+        "No earlier checkpoint is whole. Put a good copy back, or give another output_dir to start from the "
+        "beginning"
     )
 
 

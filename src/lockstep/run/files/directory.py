@@ -153,8 +153,8 @@ def _take(file: IO[str], folder: Path) -> None:
         ) from error
     except OSError as error:
         _logger.warning(
-            f"the file system of {folder} has no locks ({error.strerror}): make sure yourself that no other process "
-            "writes into this directory"
+            f"the file system of {folder} has no locks ({error.strerror}): make sure yourself that no other "
+            "process writes into this directory"
         )
 
 
@@ -235,7 +235,7 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
             advice = memory_advice(changed) + device_advice(changed, earlier)
             raise InputError(
                 f"{folder} holds an interrupted run with other settings ({what}). {advice}Give another "
-                f"output_dir, or delete it"
+                "output_dir, or delete it"
             )
         start = check_checkpoint(checkpoint, checkpoint_step(checkpoint), folder / RECEIPT)
         restore_metrics(folder, checkpoint, checkpoint_step(checkpoint))
@@ -296,8 +296,8 @@ def _lengthen(folder: Path, earlier: dict[str, Any], settings: dict[str, Any], s
         _logger.info(f"the run in {folder} goes on: {name} was {earlier[name]}, is {settings[name]}")
         if follows_length(settings):
             _logger.info(
-                f"its learning rate ({settings.get('lr_scheduler_type')}) follows the new length from step {step + 1} "
-                "on; the steps before were taken with the old one"
+                f"its learning rate ({settings.get('lr_scheduler_type')}) follows the new length from step "
+                f"{step + 1} on; the steps before were taken with the old one"
             )
         for path in (folder / left for left in _END):
             if path.exists():
@@ -321,9 +321,8 @@ def _settings_in(folder: Path, checkpoint: Path) -> dict[str, Any]:
             )
         return found
     raise InputError(
-        f"{folder / SETTINGS} cannot be read ({troubles[0]}), nor can its copy in {checkpoint.name}, so that "
-        f"nobody can tell "
-        "whether the run there is this one; give another output_dir"
+        f"{folder / SETTINGS} cannot be read ({troubles[0]}), nor can its copy in {checkpoint.name}, so "
+        "that nobody can tell whether the run there is this one; give another output_dir"
     ) from troubles[0]
 
 

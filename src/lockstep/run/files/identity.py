@@ -294,9 +294,8 @@ class Changes:
                 )
             if not objective.uses_reference or value == 0.0:
                 raise InputError(
-                    f"trainer.beta={value:g}: whether there is a reference model is decided when the trainer "
-                    f"is made, and beta was "
-                    f"{before:g} then; set beta in the config"
+                    f"trainer.beta={value:g}: whether there is a reference model is decided when the "
+                    f"trainer is made, and beta was {before:g} then; set beta in the config"
                 )
         setattr(config, field, value)
         return before
@@ -304,8 +303,8 @@ class Changes:
     def _entropy_coef(self, value: float) -> float:
         if not self._objective.entropy_gradient:
             raise InputError(
-                f"trainer.entropy_coef={value:g}: the run was made without an entropy bonus; set entropy_coef or "
-                "use_adaptive_entropy in the config"
+                f"trainer.entropy_coef={value:g}: the run was made without an entropy bonus; set "
+                "entropy_coef or use_adaptive_entropy in the config"
             )
         return self._objective.set_entropy_coef(value)  # type: ignore[attr-defined]
 

@@ -103,9 +103,9 @@ class WholeCheckpoints(Trainer):
         if not asked:
             if (clock := self.args.template_clock).is_earlier and clock.was_read and self.ranks.owner:
                 _logger.warning(
-                    f"the chat template contains the time, and the prompts have that of the earlier run in "
-                    f"{self.args.output_dir} "
-                    f"({clock.moment:%Y-%m-%d %H:%M:%S}): give another output_dir for a new run of today"
+                    "the chat template contains the time, and the prompts have that of the earlier run in "
+                    f"{self.args.output_dir} ({clock.moment:%Y-%m-%d %H:%M:%S}): give another output_dir "
+                    "for a new run of today"
                 )
             return
         if asked is True and self.args.output_dir is not None:
@@ -303,8 +303,8 @@ class WholeCheckpoints(Trainer):
         folder, is_sharded = Path(resume_from_checkpoint), self.ranks.passes is not None
         if (folder / SHARDS).is_dir() != is_sharded:
             raise InputError(
-                f"checkpoint {folder} is of a run {'without' if is_sharded else 'with'} FSDP, and this run is one "
-                f"{'with' if is_sharded else 'without'} it; resume with the same setting"
+                f"checkpoint {folder} is of a run {'without' if is_sharded else 'with'} FSDP, and this run "
+                f"is one {'with' if is_sharded else 'without'} it; resume with the same setting"
             )
         with whole(folder, "the weights"):
             if is_sharded:
@@ -362,8 +362,8 @@ def _named(asked: Any, output_dir: str | None) -> Path:
         found = None if output_dir is None else last_checkpoint(output_dir)
         if found is None:
             raise InputError(
-                f"resume_from_checkpoint: there is no checkpoint in {output_dir}; leave it out to start from "
-                f"the beginning"
+                f"resume_from_checkpoint: there is no checkpoint in {output_dir}; leave it out to start "
+                "from the beginning"
             )
         return found
     if not isinstance(asked, str | Path):

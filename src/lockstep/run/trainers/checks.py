@@ -103,9 +103,8 @@ def rollout_tools(
         if config.bad_words or config.filter_values() != plain:
             # The trainer would have to know which tokens each of the function's calls could sample.
             raise InputError(
-                "rollout_func is supported with temperature and stop_strings only; leave top_p, top_k, min_p, "
-                "penalties and "
-                "structured outputs out"
+                "rollout_func is supported with temperature and stop_strings only; leave top_p, top_k, "
+                "min_p, penalties and structured outputs out"
             )
     if not acting:
         return None
@@ -205,7 +204,7 @@ def check_kinds(model: Any, tokenizer: Any, callbacks: Any, optimizers: Any, eng
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise InputError(
             f"processing_class is a {_kind(tokenizer)}; it must be a tokenizer of transformers, or a "
-            f"processor with a tokenizer"
+            "processor with a tokenizer"
         )
     if callbacks is not None and not (
         isinstance(callbacks, list | tuple) and all(map(_is_callback, callbacks))
@@ -231,8 +230,8 @@ def check_model_kind(model: Any) -> None:
         return
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise InputError(
-            f"model is a {_kind(model)}; it must be a name, a directory as text, a hub id, or a causal language "
-            "model of transformers"
+            f"model is a {_kind(model)}; it must be a name, a directory as text, a hub id, or a causal "
+            "language model of transformers"
         )
     inner = causal_model(model)
     if inner.get_output_embeddings() is None:
@@ -305,8 +304,7 @@ def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, b
         if found := [feature for feature, used in in_use.items() if used]:
             raise InputError(
                 f"not supported with images yet: {'; '.join(found)}. Leave it out, or drop the images "
-                f"(docs/guides/images.md "
-                "lists what works)"
+                "(docs/guides/images.md lists what works)"
             )
 
 
@@ -476,6 +474,5 @@ class RefusesForeignHooks:
                 if name in HOOKS:
                     raise InputError(
                         f"{base.__name__} overrides {name}(), which the loop of Lockstep's trainers never "
-                        f"calls as TRL's "
-                        f"does. Instead: {HOOKS[name]}"
+                        f"calls as TRL's does. Instead: {HOOKS[name]}"
                     )

@@ -147,8 +147,8 @@ class PPOTrainer(OnlineTrainer[PPOConfig]):
         if missing := [p for p in self.critic.parameters() if id(p) not in held]:
             if self.lr_scheduler is not None:
                 raise InputError(
-                    "PPO adds its value head to the optimizer, which a scheduler made before does not follow; give "
-                    "optimizers=(optimizer, None)"
+                    "PPO adds its value head to the optimizer, which a scheduler made before does not "
+                    "follow; give optimizers=(optimizer, None)"
                 )
             optimizer.add_param_group({"params": missing, "lr": self._value_rate, "weight_decay": 0.0})
         return optimizer

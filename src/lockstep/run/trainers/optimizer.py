@@ -138,8 +138,7 @@ def say_changes(given: Any, changes: Sequence[Change], said: set[tuple[str, str]
     if given is not None:
         _logger.info(
             "the optimizer was given by the program: its settings are taken as they are, not those of the "
-            "config (the receipt "
-            "has them)"
+            "config (the receipt has them)"
         )
     for change in changes:
         if (key := (change.by, change.field)) not in said:

@@ -61,8 +61,7 @@ def shard_models(
         whole = sum(p.numel() for p in inner.parameters())
         _logger.info(
             f"the policy is sharded over {ranks.count} ranks ({shards.weights.title}); rank 0 holds "
-            f"{shards.elements:,} of "
-            f"{whole:,} weights"
+            f"{shards.elements:,} of {whole:,} weights"
         )
 
 
@@ -84,5 +83,5 @@ def _refuse(policy: PreTrainedModel, args: OnlineConfig, *, images: bool) -> Non
         if refused:
             raise InputError(
                 f"{name} is not supported with {args.sharded_by} yet; leave one of the two out "
-                f"(docs/guides/sharding.md)"
+                "(docs/guides/sharding.md)"
             )

@@ -167,16 +167,15 @@ def _hub_errors(folder: str | None) -> Iterator[None]:
     except (OfflineModeIsEnabled, LocalTokenNotFoundError, _HTTP_ERROR) as error:
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         raise InputError(
-            f"push_to_hub: {hub} cannot be used ({first_line(error)}). Check the network, HF_HUB_OFFLINE and "
-            f"'hf auth login'. "
-            f"Nothing on disk is lost: call push_to_hub() later, or upload what is in {folder} with 'hf upload'"
+            f"push_to_hub: {hub} cannot be used ({first_line(error)}). Check the network, HF_HUB_OFFLINE "
+            "and 'hf auth login'. Nothing on disk is lost: call push_to_hub() later, or upload what is in "
+            f"{folder} with 'hf upload'"
         ) from error
 
 
 _CONNECTION = (
     "it is TRL's own connection to vLLM; the engine is trainer.engine (lockstep.contract.protocol), and a "
-    "rollout_func samples "
-    "with generate_rollout_completions"
+    "rollout_func samples with generate_rollout_completions"
 )
 _EVENT_LOOP = (
     "it is TRL's event loop for coroutines; Lockstep runs the coroutines of rewards and tools itself"
