@@ -1,16 +1,11 @@
 """The engine of a run: started or found as the config asks, with servers that join and leave.
 
-Comes from: `OnlineConfig` and the policy. Goes to: the source of rollouts. Engines are started
-and found only here; what only servers can do is asked by `isinstance(engine, VLLMServer)`.
+Engines are started and found only here; what only servers can do is asked by `isinstance(engine, VLLMServer)`.
 
-Servers that join or leave a run between two generations.
-
-Comes from: the file that `vllm_server_url_file` names, read before every push, or the URLs of the config. Goes to: the
-engine's set of servers, and the receipt. This happens before and after each push, on the rank that holds the engine.
-
-A server that joins is at first an engine of its own. It passes what servers pass at the start: the checks of its
-settings, a push of all weights, a probe of every module, and the canary. It gets the weights that the others have
-just got. Therefore the next push can send all servers what changed.
+Servers change between two generations, before and after a push, on the rank that holds the engine, as the file of
+`vllm_server_url_file` says. A server that joins is at first an engine of its own. It passes what servers pass at the
+start: the checks of its settings, a push of all weights, a probe of every module, and the canary. It gets the weights
+that the others have just got. Therefore the next push can send all servers what changed.
 """
 
 from __future__ import annotations
@@ -64,18 +59,7 @@ def start_engine(
     policy: PreTrainedModel,
     ranks: int = 1,
 ) -> Engine:
-    """Start vLLM in this process, connect to servers in server mode, or start the transformers engine where vLLM is
-    missing.
-
-    Args:
-        policy: the trained model.
-        ranks: number of trainer processes.
-
-    Raises:
-        InputError: the engine cannot load the model; it cannot do what an option asks of it; vLLM was asked for
-            and is not installed; or a server was started without something that training needs.
-        LockstepError: a server did not answer in time.
-    """
+    """Start vLLM here, connect to servers in server mode, or start transformers where vLLM is missing."""
     further: dict[str, Any] = {}
     for arguments_for in asked(ENGINES, config):
         further |= arguments_for(policy)
@@ -131,12 +115,6 @@ def check_engine_arguments(config: OnlineConfig, model: str) -> None:
 
     The longest sequence is not known yet. What vLLM refuses both for the shortest that is possible and for the
     longest is wrong.
-
-    Args:
-        model: name, directory or hub id.
-
-    Raises:
-        InputError: vLLM cannot use a value.
     """
     if not config.vllm_engine_kwargs or not (
         vllm_installed() if config.use_vllm is None else config.use_vllm
@@ -173,12 +151,7 @@ def check_engine_arguments(config: OnlineConfig, model: str) -> None:
 def refuse_before_loading(config: OnlineConfig, model: str) -> None:
     """Refuse a model that the engine of a config does not run as the trainer does, before either has loaded it.
 
-    Args:
-        model: name, directory or hub id.
-
-    Raises:
-        InputError: the engine will be vLLM, and the model is of a family that vLLM runs differently; or already the
-            shortest prompts make sequences whose positions the engine would encode differently (`check_positions`).
+    So it is if already the shortest prompts make sequences whose positions would differ (`check_positions`).
     """
     elsewhere = config.vllm_mode == "server"
     on_vllm = elsewhere or (vllm_installed() if config.use_vllm is None else config.use_vllm)
@@ -200,15 +173,9 @@ def refuse_before_loading(config: OnlineConfig, model: str) -> None:
 
 
 def check_beside_ranks(ranks: int, workers: int, size_field: str, mode_field: str) -> None:
-    """Check that vLLM can run beside several trainer processes, one of which owns it.
+    """Check that vLLM does not run in one of several trainer processes: its `workers` must be processes of their own.
 
-    Args:
-        ranks: number of trainer processes.
-        workers: number of worker processes that vLLM starts; 1: its model would be in the trainer's process.
-        size_field, mode_field: names of the fields that set these, for the error.
-
-    Raises:
-        InputError: the model would be in a trainer process.
+    `size_field` and `mode_field` are the fields that set these, for the error.
     """
     if workers == 1:
         raise InputError(
@@ -225,21 +192,12 @@ def check_beside_ranks(ranks: int, workers: int, size_field: str, mode_field: st
 
 
 def transport_here(name: str, timeout: float, *, deltas: bool = True) -> TransportChoice:
-    """Chooses how weights reach vLLM's worker processes on this machine.
-
-    Args:
-        name, timeout, deltas: as in `choose_transport`.
-    """
+    """Chooses how weights reach vLLM's workers on this machine. The arguments are those of `choose_transport`."""
     return lambda workers: choose_transport(name, workers, "127.0.0.1", 0, timeout, deltas=deltas)
 
 
 def connect_servers(config: OnlineConfig, urls: Sequence[str]) -> VLLMServer:
-    """Connect to servers as a config says.
-
-    Raises:
-        InputError: a server was started without something that training needs, or does not accept the key.
-        LockstepError: a server did not answer in time.
-    """
+    """Connect to servers as a config says."""
     return connect(
         urls,
         key_file=config.vllm_server_key_file,
@@ -275,9 +233,6 @@ def start_here(
         vllm_arguments: arguments that only `VLLMInProcess` takes.
         use_cpu: whether the transformers engine leaves a GPU to others.
         common: arguments that both engines take.
-
-    Raises:
-        InputError: the engine cannot load the model, or vLLM was asked for and is not installed.
     """
     if vllm_installed() if use_vllm is None else use_vllm:
         refuse_family(model_path)
@@ -296,8 +251,7 @@ def start_here(
 def generations_ahead(engine: Engine, driver: Driver, limit: float) -> GenerationsAhead:
     """The generations that the engine samples while the trainer learns from earlier ones (`max_staleness`).
 
-    Args:
-        limit: seconds that one generation may take.
+    `limit` is in seconds, for one generation.
     """
     # An engine in this process samples a generation when it is begun, and the trainer waits for it.
     at_once = not isinstance(engine, VLLMServer)
@@ -328,10 +282,6 @@ def shake_hands(
         pictures: whether requests will have pictures.
         scores_first: whether a server must answer a proof before the requests that wait to be generated.
         quantization: the scheme in which the engine must hold the weights in 8 bits; None: in `dtype`.
-
-    Raises:
-        InputError: the server answers proofs last, or vLLM does not compute or load this model as transformers does.
-        ProofError: a setting differs; names it.
     """
     settings = engine.settings()
     config = causal_model(model).config.get_text_config()
@@ -358,13 +308,6 @@ def check_directory(path: str, tokenizer: PreTrainedTokenizerBase, sampling: Sam
 
     Every request names its end tokens. But vLLM searches stop strings in a text that it decodes itself, and a grammar
     and the smallest length treat the end tokens of its directory as ends.
-
-    Args:
-        path: the model directory.
-        tokenizer: the trainer's.
-
-    Raises:
-        InputError: a token has another text in the directory, or the directory has another end token.
     """
     texts = [name for name in ("stop", "grammar") if getattr(sampling, name)]
     ends = [name for name in ("min_tokens", "grammar") if getattr(sampling, name)]
@@ -394,13 +337,7 @@ def check_positions(config: PreTrainedConfig, longest: int, *, by_capacity: bool
     transformers engine begins a completion with the one kind and ends it with the other.
 
     Args:
-        config: of the language model.
-        longest: tokens of the longest sequence.
-        by_capacity: whether `longest` is what vLLM was started for.
-
-    Raises:
-        InputError: `longest` is above the original context; or vLLM scales the rotation by a field that transformers
-            does not read.
+        longest: tokens of the longest sequence; `by_capacity`: for which vLLM was started.
     """
     for rope in _ropes(config):
         border = int(
@@ -434,12 +371,7 @@ def _ropes(config: PreTrainedConfig) -> list[Mapping[str, Any]]:
 
 
 def _check_runnable(model: PreTrainedModel, longest: int) -> None:
-    """Refuse models that vLLM 0.32 does not compute or load as transformers 5 does (`make families`).
-
-    Raises:
-        InputError: the model's experts are laid out in a way that cannot be sent, it is a Cohere2 with sequences
-            longer than its window, or its head is another tensor than the embedding although its config ties them.
-    """
+    """Refuse models that vLLM 0.32 does not compute or load as transformers 5 does (`make families`)."""
     inner = causal_model(model)
     checkpoint_tensors(inner)
     config = model.config.get_text_config()
@@ -467,13 +399,7 @@ def server_changes(
 
 
 class ServerChanges:
-    """The servers that a run has, beside those that it should have.
-
-    Args:
-        engine: the engine of the run.
-        check: compares the settings of an engine with those that training assumes.
-        proofs: prove a server that joins, and write the receipt.
-    """
+    """The servers that a run has, beside those that it should have. `check` compares an engine's settings."""
 
     def __init__(
         self, engine: VLLMServer, config: OnlineConfig, check: Callable[[Engine], None], proofs: Proofs
@@ -501,11 +427,7 @@ class ServerChanges:
     def after_push(self, version: int) -> None:
         """Let servers join that answer and that the run should have, and write down what has changed.
 
-        Args:
-            version: of the weights that the engine's servers have just got.
-
-        Raises:
-            EngineLost: one of the engine's own servers was lost meanwhile.
+        `version` is that of the weights that the engine's servers have just got.
         """
         wanted = self._read()
         absent = [url for url in wanted if url not in self._engine.members and url not in self._refused]

@@ -87,9 +87,8 @@ class TrainingLoop:
         self.ranks, self.clock, self.log, self.watch = ranks, clock, log, watch
         self.generation: Generation | None = None
         self._step: OptimizerStep | None = None
-        self._unscored = UnscoredGenerations(
-            self.config.max_unscored_generations, source.alarms, owner=ranks.owner
-        )
+        most = self.config.max_unscored_generations
+        self._unscored = UnscoredGenerations(most, source.alarms, owner=ranks.owner)
 
     # ---- one micro-batch --------------------------------------------------------------------------------------------
 
@@ -137,9 +136,8 @@ class TrainingLoop:
         self.generation = generation
         self._count_tokens(generation)
         self.order.note(number, groups)
-        self.log.note(
-            self.source.metrics(groups, version) | self._unscored.note(groups) | self.order.metrics()
-        )
+        metrics = self.source.metrics(groups, version)
+        self.log.note(metrics | self._unscored.note(groups) | self.order.metrics())
         self.watch.prepared(generation, scored, sequences)
         return generation
 
@@ -151,13 +149,9 @@ class TrainingLoop:
         """
         if self.generation is None:
             return {}
-        scored = {
-            s.name: s.old_logps
-            for batch in self.generation.micro_batches
-            for s in batch
-            if s.old_logps is not None
-        }
-        return {**(self._step.logps() if self._step is not None else {}), **scored}
+        learned = self._step.logps() if self._step is not None else {}
+        sequences = [s for batch in self.generation.micro_batches for s in batch]
+        return {**learned, **{s.name: s.old_logps for s in sequences if s.old_logps is not None}}
 
     def rollout(
         self,
@@ -232,16 +226,12 @@ class TrainingLoop:
         return self.config.gradient_accumulation_steps * self.ranks.count
 
     def _generations_ahead(self) -> list[tuple[int, list[Prompt]]]:
-        """The current generation and the later ones that the engine already samples; empty where it samples none
-        ahead.
-        """
+        """The current generation and the later ones that the engine samples; empty if it samples none ahead."""
         if not self.config.generations_ahead:
             return []
-        first, last = (
-            self.generation_number,
-            (self.state().max_steps - 1) // self.config.optimizer_steps_per_generation,
-        )
-        last = min(first + self.config.generations_ahead, last)
+        first = self.generation_number
+        final = (self.state().max_steps - 1) // self.config.optimizer_steps_per_generation
+        last = min(first + self.config.generations_ahead, final)
         return list(generations_from(self.order, self.prompts, first, last))
 
     def _count_tokens(self, generation: Generation) -> None:

@@ -1,15 +1,4 @@
-"""The trainers of the methods: each names its objective and adds what only its method needs.
-
-`GRPOTrainer`: GRPO and its relatives in the shared loop, with TRL's constructor.
-
-`RLOOTrainer`: RLOO in the shared loop, with TRL's constructor.
-
-`ReinforcePPTrainer`: REINFORCE++ in the shared loop.
-
-`PPOTrainer`: PPO in the shared loop. It owns the value head. The optimizer trains policy and value head together.
-
-`OnlineDPOTrainer`: Online DPO in the shared loop, by rewards or by a judge, with TRL's constructor.
-"""
+"""The trainers of the methods: each names its objective and adds what only its method needs."""
 
 from __future__ import annotations
 

@@ -1,14 +1,6 @@
-"""The optimizer of a run and the proofs of its settings and steps.
+"""The optimizer of a run with the proofs of its settings (`watch/optimizer_settings.py`) and steps (`watch/update.py`).
 
-Connects the optimizer of a run with the proof of its settings: when it is ready, around callbacks, and in the receipt.
-
-The proof itself is `watch/optimizer_settings.py`.
-
-Makes the proof of a run's optimizer steps from what `transformers.Trainer` has made: the optimizer and the scheduler.
-
-It is made when training begins.
-
-The names of the parameters that a trainer trains, as the proofs of the optimizer say them.
+The settings are proven when the optimizer is ready, and what callbacks change is noted for the receipt.
 """
 
 from __future__ import annotations
@@ -66,9 +58,6 @@ def ready_settings(trainer: StepHooks, taken: Taken, changed: Sequence[str]) -> 
         taken: what the receipt says about the optimizer.
         changed: fields of the config whose values have changed since the run was interrupted. They are set now,
             because a checkpoint brings back the earlier values.
-
-    Raises:
-        ProofError: the optimizer is not set as the config and the receipt say, or a new one is not empty.
     """
     optimizer, scheduler, step = inner_optimizer(trainer), trainer.lr_scheduler, trainer.state.global_step
     if optimizer is None or scheduler is None:
@@ -115,11 +104,7 @@ def inner_optimizer(trainer: StepHooks) -> Any:
 
 
 def check_same_changes(parts: Sequence[Any]) -> None:
-    """Compare the changes that were taken on all ranks.
-
-    Raises:
-        ProofError: a rank has taken others.
-    """
+    """Compare the changes that were taken on all ranks."""
     for rank, part in enumerate(parts):
         differs = next((c for c in [*part, *parts[0]] if part.count(c) != parts[0].count(c)), None)
         if differs is None:
@@ -263,11 +248,7 @@ def _set_anew(
 
 
 def update_proof(trainer: StepHooks) -> UpdateProof | None:
-    """The proof; None if training has no optimizer, as in a verification without optimizer steps.
-
-    Raises:
-        ProofError: the optimizer or the schedule do not fit the run.
-    """
+    """The proof of the steps; None if training has no optimizer, as in a verification without optimizer steps."""
     settings = trainer.optimizer_settings
     if settings is None or trainer.lr_scheduler is None:
         return None
@@ -324,9 +305,7 @@ def _by_metric(trainer: StepHooks, settings: OptimizerSettings) -> tuple[int | N
 
 
 def _beside_the_text(trainer: StepHooks, named: dict[str, torch.nn.Parameter]) -> list[str]:
-    """Names of parameters that text may not reach: towers for images or sound, and experts that few tokens are sent
-    to.
-    """
+    """Names of parameters that text may not reach: towers for images or sound, and experts with few tokens."""
     policy: Any = trainer._causal()
     parts = [
         policy.get_decoder(),

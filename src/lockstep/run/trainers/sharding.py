@@ -37,12 +37,7 @@ def shard_models(
     plain_rows: bool,
     images: bool,
 ) -> None:
-    """Shard the policy, and a reference model of its own, in place. Every rank calls this with equal models.
-
-    Raises:
-        InputError: a part of the run is not supported with sharded models. The error names it.
-        ProofError: the ranks have loaded different weights.
-    """
+    """Shard the policy, and a reference model of its own, in place. Every rank calls this with equal models."""
     if not torch.distributed.is_initialized():
         raise InputError(
             f"{args.sharded_by} is asked for, and this is a single process: start it with torchrun or accelerate launch"
