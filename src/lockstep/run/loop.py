@@ -4,9 +4,8 @@ One generation goes like this. The policy's weights are pushed to the engine. Th
 prompts. Reward functions score them, and the method turns rewards into advantages. The policy learns from a
 generation in one or several optimizer steps, each cut into micro-batches.
 
-`transformers.Trainer` drives the loop. It calls `micro_step` once per micro-batch and runs the optimizer after the
-last micro-batch of each step; the trainer connects the two. On several ranks, one rank holds the engine,
-all ranks get the same groups, and each rank learns from its own micro-batches.
+`transformers.Trainer` calls `micro_step` once per micro-batch, and the optimizer after the last one of each step. On
+several ranks, one rank holds the engine, all get the same groups, and each learns from its own micro-batches.
 
 | stage  | here                | done by |
 |--------|---------------------|---------|
@@ -93,10 +92,9 @@ class TrainingLoop:
     # ---- one micro-batch --------------------------------------------------------------------------------------------
 
     def micro_step(self, batch: MicroBatch) -> float:
-        """Learn from one micro-batch of this rank; the first one of a generation samples the generation.
+        """Learn from one micro-batch of this rank. Returns its part of the optimizer step's loss.
 
-        Returns:
-            This micro-batch's part of the optimizer step's loss.
+        The first micro-batch of a generation samples the generation.
 
         Raises:
             ProofError: trainer and engine do not agree; the optimizer step that would follow must not be taken.

@@ -199,7 +199,7 @@ class RolloutTools:
     def open(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], images: ImagePrompts | None = None
     ) -> None:
-        """Prepare the conversations of this tokenizer. `images` processes the pictures that tools and environments give."""
+        """Prepare the conversations of this tokenizer. `images` processes the pictures that tools give."""
         own = [tool.schema for tool in self._tools.values()]
         kinds: dict[str | None, tuple[Any, ...]] = {name: kind.schemas for name, kind in self.kinds.items()}
         self._extensions = {

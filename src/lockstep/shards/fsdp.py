@@ -97,5 +97,5 @@ class FsdpWeights:
         return None
 
     def odd(self) -> list[str]:
-        """Names of parameters that are not held as they must be, beside those of which the model shows whole tensors."""
+        """Names of wrongly held parameters, beside those of which the model shows whole tensors."""
         return []

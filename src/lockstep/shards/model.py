@@ -245,7 +245,7 @@ class ShardedModel:
     # ---- whole tensors ----------------------------------------------------------------------------------------------
 
     def gather(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A whole parameter, as a new tensor. Only the owner asks; the other ranks are in a call of `Ranks` meanwhile."""
+        """A whole parameter, as a new tensor. Only the owner asks; the others are in a call of `Ranks`."""
         with self._passes.act(self._gathers[self._places[id(parameter)]]):
             return collected(parameter)
 

@@ -93,7 +93,7 @@ class WholeCheckpoints(Trainer):
         raise NotImplementedError
 
     def check_resume(self, asked: Any) -> None:
-        """Check the checkpoint that `train(resume_from_checkpoint=…)` names, and that the run's inputs are those of then."""
+        """Check the checkpoint that `resume_from_checkpoint` names, and that the run's inputs are those of then."""
         self._resumed_with, self._has_other_base, self.resumed_from = (Taken(None, []), ()), False, None
         if not asked:
             if (clock := self.args.template_clock).is_earlier and clock.was_read and self.ranks.owner:
@@ -203,7 +203,7 @@ class WholeCheckpoints(Trainer):
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model for `from_pretrained`. If it is sharded, every rank calls, and the owner collects the weights."""
+        """Write the model for `from_pretrained`. If it is sharded, every rank calls, and the owner collects it."""
         if self.ranks.passes is None:
             # A save of a checkpoint has more to say (`guarded_save`).
             folder = Path(output_dir or self.args.output_dir or ".")
