@@ -276,8 +276,7 @@ def shake_hands(
     """Compare the engine's effective settings with what training assumes.
 
     Args:
-        dtype: the dtype that the engine must compute in.
-        head_dtype: the dtype of its output head; None for `dtype`.
+        dtype, head_dtype: the dtypes that the engine and its output head must compute in; None: the same.
         sampling: the distribution that the engine must sample from; None if any engine can.
         pictures: whether requests will have pictures.
         scores_first: whether a server must answer a proof before the requests that wait to be generated.

@@ -145,7 +145,10 @@ class UnscoredGenerations:
         self._in_a_row = 0
 
     def note(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Count one generation, and raise an alarm about functions that gave no score in it. Returns its metric."""
+        """Count one generation, and raise an alarm about functions that gave no score in it.
+
+        Returns the metric `rewards/unscored_generations`, which is 1, if there is no score; otherwise nothing.
+        """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         finished = [rollout for rollout in rollouts if rollout.failed is None]
         if any(rollout.scored for rollout in rollouts):

@@ -370,13 +370,9 @@ RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 
 
 class RolloutFunction:
-    """A user's function that makes rollouts.
+    """A user's function that makes rollouts. It gets the trainer, and the prompts, each once per rollout.
 
-    Args:
-        function: gets the prompts (text or messages), each once per rollout, and the trainer.
-        trainer: the trainer that it gets.
-        bounds: what its ids must keep to.
-        images: reads the images of prompts; None: the run shows none.
+    `bounds` are what its ids must keep to.
     """
 
     def __init__(

@@ -167,11 +167,7 @@ class FinishedRun:
 
 
 def run_method(
-    kind: type[OnlineTrainer],
-    config: OnlineConfig,
-    place: RunPlace,
-    model: str,
-    **arguments: Any,
+    kind: type[OnlineTrainer], config: OnlineConfig, place: RunPlace, model: str, **arguments: Any
 ) -> FinishedRun:
     """Run a method up to the report, from the start or from the checkpoint of `place`.
 

@@ -126,12 +126,7 @@ def show_generation(
 
 
 # Figures that are summed over the steps of a log, like the seconds.
-_COUNTS = (
-    "parity/checked_tokens",
-    "parity/aside_tokens",
-    "sampling/tokens",
-    "rewards/unscored_generations",
-)
+_COUNTS = ("parity/checked_tokens", "parity/aside_tokens", "sampling/tokens", "rewards/unscored_generations")
 # Means over tokens, each with the figure that counts its tokens. Steps can have different numbers of tokens.
 _BY_TOKEN = {"parity/mean_abs_gap": "parity/checked_tokens", "parity/k3": "parity/checked_tokens"}
 # Every step notes this figure exactly once.

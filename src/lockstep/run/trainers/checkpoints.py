@@ -40,13 +40,7 @@ from lockstep.run.files.checkpoints import (
     staging_place,
 )
 from lockstep.run.files.directory import other_time
-from lockstep.run.files.identity import (
-    BASE,
-    changed_fields,
-    device_advice,
-    has_other_base,
-    memory_advice,
-)
+from lockstep.run.files.identity import BASE, changed_fields, device_advice, has_other_base, memory_advice
 from lockstep.run.source import RolloutSource
 from lockstep.shards.files import SHARDS, read_optimizer, read_weights, write_shards
 from lockstep.watch.inputs import changed_inputs, changed_surroundings, check_inputs, check_surroundings

@@ -173,10 +173,7 @@ class EvaluatesBySampling(TRLNames):
         seen = self._seen[name] if is_own else self.count_seen(prompts)
         digest = "" if is_own else data_digest(prompts)
         # The time of an evaluation is not counted as time of a step.
-        with (
-            self.clock.aside(),
-            busy(f"evaluating on {len(prompts)} held-out problems", self.clock.progress),
-        ):
+        with self.clock.aside(), busy(f"evaluating on {len(prompts)} held-out problems", self.clock.progress):
             groups, proven = evaluate(
                 self.loop, prompts, lambda: digest or self.inputs["data"][f"{name} data"]
             )

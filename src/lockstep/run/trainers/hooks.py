@@ -57,15 +57,9 @@ class StepHooks(Trainer):
     """The steps of a trainer.
 
     Attributes:
-        config: the run's configuration.
-        critic: the value head; None if the method has none.
-        reference: the reference model; None if the method uses none.
         optimizer_is_given: whether the user gave the optimizer to the constructor.
-        optimizer_fields: what the config says about the optimizer.
-        optimizer_settings: the proof of its settings; None while there is no optimizer.
-        rates: the learning rates of the run; None while there is no optimizer.
+        optimizer_settings, rates: the proofs of its settings and its learning rates; None while there is no optimizer.
         inputs: the run's data, code and settings, for the receipt. Only the rank with the engine has them.
-        settings: the proof of what the user has asked for.
     """
 
     config: Any

@@ -139,16 +139,10 @@ _ASKED_FOR = (EarlyStoppingCallback,)
 
 
 class WatchedCallbacks(CallbackHandler):
-    """Calls callbacks as the handler of transformers does, and notes what the user's callbacks change.
+    """Calls callbacks as the `handler` of transformers does, and notes what the user's callbacks change.
 
-    Args:
-        handler: the handler that it replaces.
-        settings: gives the settings of the optimizer; None while there is no optimizer.
-        taking: makes a context in which hooks, forwards and attention functions may change. Trackers of transformers
-            add hooks when training begins.
-
-    Attributes:
-        stopped_by: the callback that has asked for the end of the training; None: no callback has.
+    `taking` makes a context in which hooks, forwards and attention functions may change: trackers of transformers add
+    hooks when training begins. `stopped_by` is the callback that has asked for the end of the training.
     """
 
     stopped_by: TrainerCallback | None = None
@@ -212,10 +206,7 @@ def makes_optimizer(kind: type) -> bool:
 
 
 def _check_empty(optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str]) -> None:
-    """Refuse a new optimizer that begins with moments.
-
-    Some optimizers make their state when they are made. That of torch's AdamW is empty before its first step.
-    """
+    """Refuse a new optimizer that begins with moments. That of torch's AdamW is empty before its first step."""
     held = [name for p, name in names.items() if optimizer.state.get(p)]
     if type(optimizer) is torch.optim.AdamW and held:
         raise ProofError(

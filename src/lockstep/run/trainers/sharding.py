@@ -9,9 +9,7 @@ import logging
 from functools import partial
 
 import torch
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from lockstep.config.run import OnlineConfig
 from lockstep.errors import InputError
