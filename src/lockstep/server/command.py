@@ -1,18 +1,7 @@
-"""The command line of vLLM's own server: what Lockstep sets, what a user may add, and adapters.
+"""The command line and the environment of vLLM's own server: what training needs, the guard, and what a user may add.
 
-Builds the command line and the environment of vLLM's own server. They contain the options that training needs, and
-the guard.
-
-The supervisor runs the command.
-
-Checks which of vLLM's arguments a user may add to a server's command line.
-
-This check runs before anything is loaded. Later the server's own process checks with vLLM's parser that every word is
-the whole name of an argument and not an abbreviation (`server/launch.py`).
-
-Further arguments of a server to which adapters are pushed alone (`lockstep serve MODEL --enable_lora`).
-
-Each of them is added to the command line, unless the user has given it.
+Words of the user are checked before anything is loaded. Later the server's own process checks with vLLM's parser that
+every word is the whole name of an argument and not an abbreviation (`server/launch.py`).
 """
 
 from __future__ import annotations
@@ -25,14 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from lockstep.engines.vllm.arguments import (
     OWN_CODE,
     REFUSED,
     SERVER_BACKEND,
     WORKER_EXTENSION,
-    check_adapters,
     check_quantization,
     cpu_cache_bytes,
     engine_arguments,
@@ -42,8 +30,9 @@ from lockstep.engines.vllm.arguments import (
 from lockstep.engines.vllm.environment import LOOPBACK, cpu_settings, exact_products
 from lockstep.engines.vllm.port.requests import picture_arguments
 from lockstep.errors import InputError
+from lockstep.extensions import SERVER_FLAGS, SERVER_VARIABLES, load
 from lockstep.images.files import LARGEST
-from lockstep.model_files import build_empty, load_files
+from lockstep.model_files import load_files
 from lockstep.models.policy import context_length, reads_pictures
 from lockstep.server.keys import KEY_VARIABLE
 
@@ -162,62 +151,6 @@ def _is_number(word: str) -> bool:
     return True
 
 
-# vLLM's server opens its endpoints for adapters only with this environment variable.
-ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-# Number of adapters that may compute in one step. Requests end with the adapter that they began with, so that the two
-# newest adapters may be in use at the same time.
-_AT_ONCE = 2
-# Number of adapters in main memory. Several runs may share a server, and each may have several adapters with running
-# requests.
-_HELD = 16
-
-
-def adapter_flags(model: str, given: set[str]) -> list[str]:
-    """The part of the command line for adapters: flags and their values.
-
-    Args:
-        model: directory or hub id.
-        given: the names of the arguments that the user has given.
-    """
-    flags: dict[str, list[str]] = {
-        "max_loras": [str(_AT_ONCE)],
-        "max_cpu_loras": [str(_HELD)],
-        "lora_target_modules": linear_layers(model) if "lora_target_modules" not in given else [],
-    }
-    if "max_loras" in given:
-        # vLLM demands max_cpu_loras ≥ max_loras, and chooses a fitting default itself.
-        del flags["max_cpu_loras"]
-    return [
-        word
-        for name, values in flags.items()
-        if name not in given and values
-        for word in ("--" + name.replace("_", "-"), *values)
-    ]
-
-
-def linear_layers(model: str) -> list[str]:
-    """The names of a model's linear layers, without the output head.
-
-    Empty: transformers does not know the model, and vLLM chooses.
-
-    By default vLLM also puts LoRA layers around the embedding and the head. These cost time, and no adapter of ours
-    uses them.
-    """
-    try:
-        with torch.device("meta"):
-            empty_model = build_empty(AutoModelForCausalLM, load_files(AutoConfig, model))
-    except (ValueError, KeyError, ImportError):
-        return []
-    head = empty_model.get_output_embeddings()
-    return sorted(
-        {
-            name.rpartition(".")[2]
-            for name, module in empty_model.named_modules()
-            if isinstance(module, torch.nn.Linear) and module is not head
-        }
-    )
-
-
 # Largest key-value cache on a CPU, in bytes.
 _LARGEST_CPU_CACHE = 4 << 30
 # Longest sequence of a server on a GPU, in tokens, if the user names none. A model may allow a million, and then vLLM
@@ -327,9 +260,8 @@ def command_line(options: ServeOptions) -> list[str]:
         arguments["kv_cache_memory_bytes"] = min(needed, _LARGEST_CPU_CACHE)
     given |= {name.removeprefix("no_") for name in given}
     flags = [word for name, value in arguments.items() if name not in given for word in _flags(name, value)]
-    if "enable_lora" in _given(options.rest):
-        check_adapters(options.dtype, "--enable_lora")
-        flags += adapter_flags(options.model, given)
+    for name in SERVER_FLAGS.keys() & _given(options.rest):
+        flags += load(SERVER_FLAGS[name])(options.model, options.dtype, given)
     return [sys.executable, "-m", "lockstep.server.launch", *flags, *map(_dashed, options.rest)]
 
 
@@ -362,8 +294,10 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # `--host` is the address of the guarded API server only.
     inside = {} if _has_several_nodes(names) else LOOPBACK
-    adapters = ENVIRONMENT if "enable_lora" in names else {}
-    return {**defaults, **ours, **inside, **adapters, **_path_of(ours), **_ALWAYS, KEY_VARIABLE: key}
+    asked = {
+        k: v for name in SERVER_VARIABLES.keys() & names for k, v in load(SERVER_VARIABLES[name]).items()
+    }
+    return {**defaults, **ours, **inside, **asked, **_path_of(ours), **_ALWAYS, KEY_VARIABLE: key}
 
 
 _SEVERAL_NODES = {"nnodes", "node_rank", "master_addr"}

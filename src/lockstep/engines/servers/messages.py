@@ -422,6 +422,12 @@ def loaded_from(found: Mapping[str, Any], server: str) -> LoadedWeights:
     return LoadedWeights(tensors, untouched, server, unknown_base=found["unknown_base"], unstored=unstored)
 
 
+def one_acknowledgement(found: Sequence[LoadedWeights]) -> LoadedWeights:
+    """The acknowledgements of several workers or servers as one."""
+    first, *others = found
+    return replace(first, others=tuple(others))
+
+
 def loaded_by(workers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[LoadedWeights]:
     """The acknowledgements of all workers that share one model. A tensor is stored if one of them has stored it.
 

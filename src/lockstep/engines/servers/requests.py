@@ -12,12 +12,13 @@ import asyncio
 import json
 import secrets
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from lockstep.contract.adapters import UsedAdapter
 from lockstep.contract.inbox import Inbox
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
-from lockstep.engines.servers.adapters import ServerAdapters, UsedAdapter
 from lockstep.engines.servers.calls import ServerCalls
 from lockstep.engines.servers.messages import (
     INITIAL_WEIGHTS,
@@ -68,7 +69,7 @@ class ServerRequests:
         servers: the servers. The list may change at any time.
         stamps: weight version of each stamp that the servers use. Every push adds an entry.
         recover: the `recover` of every `EngineLost` that is raised here.
-        adapters: gives the adapter of each request, if there is one.
+        used_adapter: gives the adapter of a request, if there is one. The servers keep it until the context ends.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class ServerRequests:
         servers: Sequence[ServerCalls],
         stamps: Mapping[str, int],
         recover: Callable[[], None],
-        adapters: ServerAdapters,
+        used_adapter: Callable[[], AbstractContextManager[UsedAdapter | None]],
     ) -> None:
-        self._servers, self._stamps, self._recover, self._adapters = servers, stamps, recover, adapters
+        self._servers, self._stamps = servers, stamps
+        self._recover, self._used_adapter = recover, used_adapter
         self._loads: WeakKeyDictionary[ServerCalls, _Load] = WeakKeyDictionary()
         # URL of the server of each of the last rollouts, for errors. The key consists of the first two fields of
         # `RequestKey`.
@@ -228,7 +230,7 @@ class ServerRequests:
         check_sent(request, body["sampling_params"])
         async with self.load(server).gate:
             await self._send_pictures(request, server, limit)
-            with self._adapters.used() as used:
+            with self._used_adapter() as used:
                 answer = await self.post(server, body, limit, used)
         return completion_from(answer, request, name, self._stamps if used is None else used.versions)
 
@@ -262,7 +264,7 @@ class ServerRequests:
         name = _name("score")
         body = scoring_body(ids, name, first=server.takes_priorities)
         async with self.load(server).scoring_gate:
-            with self._adapters.used() as used:
+            with self._used_adapter() as used:
                 answer = await self.post(server, body, limit, used)
         return scores_from(answer, ids, name, {stamp: self._stamps[stamp]} if used is None else used.versions)
 

@@ -15,7 +15,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,13 +31,13 @@ from lockstep.contract.inbox import (
 from lockstep.contract.probe import EngineModules, ProbedModule, decode_floats
 from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
 from lockstep.contract.tensors import LoadedWeights
-from lockstep.engines.servers.adapters import EngineParts, ServerAdapters
 from lockstep.engines.servers.calls import HOW_TO_START, ServerCalls
-from lockstep.engines.servers.messages import agreed_answers, loaded_by
+from lockstep.engines.servers.messages import agreed_answers, loaded_by, one_acknowledgement
 from lockstep.engines.servers.requests import ServerRequests
 from lockstep.engines.servers.set import HEALTH_EVERY, Pauses, ServerSet, agreed_settings, unreachable
 from lockstep.engines.vllm.port.engine import changed_settings
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
+from lockstep.extensions import ADAPTERS, load
 from lockstep.progress import waiting
 from lockstep.threads import CallLoop, Pending
 from lockstep.weights.wire.transport import WeightTransport
@@ -98,9 +97,8 @@ class VLLMServer:
         self.session = secrets.token_hex(6)
         self.is_wanted: Callable[[str], bool] = lambda url: True
         self._stamps: dict[str, int] = {}
-        parts = EngineParts(self.servers, self._lost, timeout, self._refuse_requests, self._open_requests)
-        self.adapters = ServerAdapters(parts, transport, run, self.session)
-        self.requests = ServerRequests(self._servers, self._stamps, self.recover, self.adapters)
+        self.adapters = load(ADAPTERS["servers"])(self, run)
+        self.requests = ServerRequests(self._servers, self._stamps, self.recover, self.adapters.used)
         self._committed: list[int] = []
         self.transport: WeightTransport | None = None
         try:
@@ -243,13 +241,13 @@ class VLLMServer:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def _refuse_requests(self) -> None:
+    def refuse_requests(self) -> None:
         self._version = None
 
-    def _lost(self, what: str) -> EngineLost:
+    def lost(self, what: str) -> EngineLost:
         return EngineLost(what, self.recover)
 
-    def _open_requests(self, version: int) -> None:
+    def open_requests(self, version: int) -> None:
         """Accept requests for a version whose weights are the base model with an adapter."""
         self._stamps[self._stamp(version)] = version
         self._committed.append(version)
@@ -273,16 +271,17 @@ class VLLMServer:
             self.pauses.wait()
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
                 # gloo and NCCL raise a plain RuntimeError for a peer that is late or gone.
-                raise self._lost(f"the weights did not reach the servers: {str(error)[:300]}") from error
+                raise self.lost(f"the weights did not reach the servers: {str(error)[:300]}") from error
             raise
         self.pauses.check()
         self.servers.each(lambda server: server.call("POST", "/finish_weight_update", {}))
-        first, *others = [
-            loaded
-            for number, workers in enumerate(self.servers.workers("lockstep_acknowledgement"))
-            for loaded in loaded_by(workers, [self.servers.name_of(number)] * len(workers))
-        ]
-        return replace(first, others=tuple(others))
+        return one_acknowledgement(
+            [
+                loaded
+                for number, workers in enumerate(self.servers.workers("lockstep_acknowledgement"))
+                for loaded in loaded_by(workers, [self.servers.name_of(number)] * len(workers))
+            ]
+        )
 
     def reset_caches(self) -> bool:
         """Drop all caches. Running requests compute their keys and values again with the new weights."""

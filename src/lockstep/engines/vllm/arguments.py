@@ -164,6 +164,24 @@ def check_quantization(quantization: str | None, dtype: torch.dtype, name: str) 
         )
 
 
+# The values that vLLM accepts as the largest rank of an adapter (`max_lora_rank`).
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def held_rank(rank: int) -> int:
+    """The rank for which vLLM keeps room when an adapter has this rank.
+
+    Raises:
+        InputError: the rank is larger than vLLM supports.
+    """
+    if rank > RANKS[-1]:
+        raise InputError(
+            f"the adapter has rank {rank}, and vLLM's LoRA supports at most {RANKS[-1]}: lower lora_r, or "
+            "leave vllm_enable_lora out; then merged weights are sent"
+        )
+    return next(size for size in RANKS if size >= rank)
+
+
 def check_adapters(dtype: torch.dtype, name: str) -> None:
     """Refuse an engine with adapters alone whose dtype vLLM's LoRA kernels do not have: on a GPU they have half
     precision only.

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +37,6 @@ from lockstep.contract.probe import EngineModules
 from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.servers.messages import agreed_answers
-from lockstep.engines.vllm.adapters import AdaptersInProcess
 from lockstep.engines.vllm.arguments import (
     check_adapters,
     check_quantization,
@@ -72,7 +70,7 @@ from lockstep.engines.vllm.port.requests import (
 )
 from lockstep.engines.vllm.start import TransportChoice, WorkerProcesses, process_kept, start_vllm
 from lockstep.errors import InputError, LockstepError, ProofError, foreign_errors, told
-from lockstep.extensions import WORKERS, load
+from lockstep.extensions import ADAPTERS, WORKERS, load
 from lockstep.images.pictures import PromptPictures
 from lockstep.model_files import load_files
 from lockstep.models.policy import reads_pictures
@@ -148,13 +146,11 @@ class VLLMInProcess:
                     engine_kwargs=engine_kwargs,
                 )
                 self._llm = start_vllm(arguments, self._resources)
-                self._workers = workers_of(self._llm, transport, timeout)
+                self.workers = workers_of(self._llm, transport, timeout)
                 if self.is_split:
                     self._resources.callback(close_at_exit(self.close))
                 self.sleeping = Sleep(self._llm, self.call, sleep_level)
-                self.adapters = AdaptersInProcess(
-                    self._llm, self.call, self._workers, self._prepare_push, self.commit_version
-                )
+                self.adapters = load(ADAPTERS["in_process"])(self)
                 # A kernel that does not support the model's shapes raises an error only when it first runs.
                 self._run({"trial": ([0, 0], scoring_params())})
         except LockstepError as error:
@@ -202,12 +198,12 @@ class VLLMInProcess:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        return self._workers.wire_dtype
+        return self.workers.wire_dtype
 
     @property
     def is_split(self) -> bool:
         """Whether the model is in worker processes, and not in this process."""
-        return isinstance(self._workers, WorkerProcesses)
+        return isinstance(self.workers, WorkerProcesses)
 
     @property
     def llm(self) -> LLM:
@@ -215,7 +211,7 @@ class VLLMInProcess:
         return self._llm
 
     def settings(self) -> EngineSettings:
-        return self._workers.settings()
+        return self.workers.settings()
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
@@ -371,7 +367,7 @@ class VLLMInProcess:
         with self._noting_failure():
             end_steps(self._llm.llm_engine)
 
-    def _prepare_push(self) -> None:
+    def prepare_push(self) -> None:
         self._refuse_requests()
         self._end_steps()
         self._wake_weights()
@@ -391,7 +387,7 @@ class VLLMInProcess:
                     )
 
     def begin_update(self) -> None:
-        self._prepare_push()
+        self.prepare_push()
         # vLLM drops its adapters at the end of an update.
         self.adapters.request = None
         if any(self.call(has_open_update)):
@@ -401,7 +397,7 @@ class VLLMInProcess:
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
         with self._noting_failure():
-            return self._workers.load(tensors, base)
+            return self.workers.load(tensors, base)
 
     def reset_caches(self) -> bool:
         engine = self._llm.llm_engine
@@ -461,8 +457,10 @@ class VLLMInProcess:
         self._version = None
         if hasattr(self, "_llm"):
             with busy("stopping vLLM"):
-                if hasattr(self, "_workers"):
-                    self._workers.close()
+                if hasattr(self, "adapters"):
+                    self.adapters.close()
+                if hasattr(self, "workers"):
+                    self.workers.close()
                 shut_down(self._llm.llm_engine)
         self._resources.close()
 
@@ -552,13 +550,6 @@ class OwnWorker:
         self._llm.finish_weight_update()
         (acknowledgement,) = self._llm.collective_rpc(_acknowledgement)
         return acknowledgement
-
-    def keep_adapter(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
-        """Copy the tensors of an adapter. vLLM loads the adapter afterwards."""
-        from lockstep.engines.vllm.port.lora import keep_adapter
-
-        (arrived,) = self._llm.collective_rpc(partial(keep_adapter, name=name, tensors=tensors))
-        return arrived
 
     def close(self) -> None:
         """Does nothing: the worker ends with the engine."""

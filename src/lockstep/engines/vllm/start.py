@@ -31,8 +31,7 @@ import torch
 
 from lockstep.contract.protocol import EngineSettings
 from lockstep.contract.tensors import LoadedWeights
-from lockstep.engines.servers.messages import loaded_by
-from lockstep.engines.vllm.adapters import AdapterCalls, one_acknowledgement
+from lockstep.engines.servers.messages import loaded_by, one_acknowledgement
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.engines.vllm.environment import (
     environment_kept,
@@ -282,7 +281,7 @@ class WorkerProcesses:
 
     Args:
         llm: vLLM's engine.
-        transport: chooses how weights reach the workers.
+        transport: chooses how weights reach the workers (`choose`).
         timeout: seconds that one call may take.
 
     Attributes:
@@ -313,10 +312,7 @@ class WorkerProcesses:
                     "vLLM gave its workers different settings",
                     "this is a defect of the engine: report it with this message",
                 )
-        self._transport = transport([self])
-        self._adapter_calls = AdapterCalls(self)
-        self._adapter_transport: WeightTransport | None = None
-        self._choose = transport
+        self.choose, self._transport = transport, transport([self])
 
     def settings(self) -> EngineSettings:
         return self._settings
@@ -344,29 +340,18 @@ class WorkerProcesses:
         Raises:
             LockstepError: a tensor could not be made, or the tensors did not reach every worker.
         """
-        self._send(self._transport, tensors, self, base)
+        self.send(self._transport, tensors, self, base)
         self._call("finish_weight_update")
-        return _of_all(self.workers("lockstep_acknowledgement"))
+        return of_all(self.workers("lockstep_acknowledgement"))
 
-    def keep_adapter(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
-        """Send the tensors of an adapter to every worker. vLLM loads the adapter afterwards.
-
-        Raises:
-            LockstepError: the tensors did not reach every worker.
-        """
-        if self._adapter_transport is None:
-            self._adapter_transport = self._choose([self])
-        self._adapter_calls.begin(name)
-        self._send(self._adapter_transport, tensors, self._adapter_calls)
-        return _of_all(self._adapter_calls.arrived)
-
-    def _send(
+    def send(
         self,
         transport: WeightTransport,
         tensors: Iterable[tuple[str, torch.Tensor]],
         receiver: WeightReceiverCalls,
         base: str = "",
     ) -> None:
+        """Send tensors over a transport, to the workers as `receiver` calls them."""
         try:
             transport.send(tensors, [receiver], base)
         except RuntimeError as error:
@@ -375,12 +360,10 @@ class WorkerProcesses:
             raise RuntimeError(f"the weights did not reach vLLM's workers: {str(error)[:300]}") from error
 
     def close(self) -> None:
-        """Release the transports. The processes end with the engine."""
+        """Release the transport. The processes end with the engine."""
         self._transport.close()
-        if self._adapter_transport is not None:
-            self._adapter_transport.close()
 
 
-def _of_all(found: Sequence[Any]) -> LoadedWeights:
+def of_all(found: Sequence[Any]) -> LoadedWeights:
     """One acknowledgement from the JSON of each worker."""
     return one_acknowledgement(loaded_by(found, [f"worker {rank} of vLLM" for rank in range(len(found))]))

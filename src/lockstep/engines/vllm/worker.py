@@ -115,7 +115,7 @@ class LockstepWorker:
         """The bytes of a trainer's small buffer on this worker's GPU, or why it cannot be mapped."""
         return read_test_buffer(json.loads(handle), self.weight_transfer_engine.device)
 
-    # ---- adapters alone (`engines/servers/adapters.py`) -------------------------------------------------------------
+    # ---- adapters alone (`extras/lora_alone/server_adapters.py`) ----------------------------------------------------
 
     def lockstep_adapters(self) -> dict[str, Any] | None:
         """The largest rank, the dtype, the room, and the names of the adapters held; None: vLLM was started without

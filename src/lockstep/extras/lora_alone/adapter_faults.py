@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import torch
 
-import lockstep.engines.vllm.adapters as in_process
 import lockstep.extras.lora_alone.adapter_push as pushes
 import lockstep.extras.lora_alone.adapter_source as sources
+import lockstep.extras.lora_alone.engine_adapters as in_process
 from lockstep.contract.adapters import UP
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.vllm.port.engine import lora_of_linear

@@ -16,20 +16,20 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from lockstep.contract.adapters import AdapterLimits
+from lockstep.contract.adapters import AdapterLimits, UsedAdapter
 from lockstep.contract.probe import decode_floats
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.servers.calls import ServerCalls
-from lockstep.engines.servers.messages import agreed_answers, loaded_from
-from lockstep.engines.servers.set import ServerSet
-from lockstep.engines.vllm.adapters import AdapterCalls, one_acknowledgement
-from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
+from lockstep.engines.servers.messages import agreed_answers, loaded_from, one_acknowledgement
+from lockstep.engines.servers.server import VLLMServer
+from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.extras.lora_alone.engine_adapters import AdapterCalls
 from lockstep.progress import waiting
 from lockstep.weights.wire.transport import WeightTransport
 
@@ -41,64 +41,18 @@ _JOIN = "/"
 _RESERVE_EVERY = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class UsedAdapter:
-    """The adapter of a request.
-
-    Attributes:
-        stamp: vLLM's stamp of the base model with which the adapter was proven.
-    """
-
-    name: str
-    version: int
-    stamp: str
-
-    @property
-    def versions(self) -> dict[str, int]:
-        """The weight version of each stamp that the request's tokens may have."""
-        return {self.stamp: self.version}
-
-
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """The parts of `VLLMServer` that its adapters use.
-
-    Attributes:
-        servers: the servers.
-        lost: makes the error for servers that did not answer.
-        timeout: seconds that a call or a wait may take.
-        close_requests: makes the engine refuse requests.
-        open_requests: makes the engine accept requests again, for this weight version.
-    """
-
-    servers: ServerSet
-    lost: Callable[[str], EngineLost]
-    timeout: float
-    close_requests: Callable[[], None]
-    open_requests: Callable[[int], None]
-
-
 class ServerAdapters:
     """The adapters of one trainer on its servers.
 
     Args:
-        engine: the servers, and what the engine does for its adapters.
-        transport: makes the transport that sends the adapters.
         run: distinguishes this run from other runs on the same servers, and stays the same when the run is resumed.
-        session: distinguishes this trainer from an earlier one of the same run.
     """
 
-    def __init__(
-        self,
-        engine: EngineParts,
-        transport: Callable[[Sequence[ServerCalls]], WeightTransport],
-        run: str,
-        session: str,
-    ) -> None:
-        self._engine, self._servers, self._make_transport = engine, engine.servers, transport
+    def __init__(self, engine: VLLMServer, run: str) -> None:
+        self._engine, self._servers = engine, engine.servers
         self._transport: WeightTransport | None = None
         self._adapter_calls = [AdapterCalls(server) for server in engine.servers.all]
-        self._run, self._session = run or session, session
+        self._run, self._session = run or engine.session, engine.session
         self._pushes, self._coming = 0, ""
         self._lock = threading.Lock()
         self._used: UsedAdapter | None = None
@@ -210,7 +164,7 @@ class ServerAdapters:
     # ---- adapter ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self._engine.close_requests()
+        self._engine.refuse_requests()
         self.use_none()
         with self._lock:
             kept = {name for name, count in self.running.items() if count > 0}
@@ -225,7 +179,7 @@ class ServerAdapters:
         self._pushes += 1
         name = self._coming = _JOIN.join((self._run, self._session, f"{version}.{self._pushes}"))
         if self._transport is None:
-            self._transport = self._make_transport(self._servers.all)
+            self._transport = self._engine.choose(self._servers.all)
         for calls in self._adapter_calls:
             calls.begin(name)
         try:
