@@ -98,11 +98,7 @@ def name_of(word: str) -> str:
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse words that may not be on a server's command line.
-
-    Raises:
-        InputError: a word is a short form such as `-q`, or an argument that the user may not set.
-    """
+    """Refuse words that may not be on a server's command line: short forms, and arguments that the user may not set."""
     for word in words:
         if word.startswith("-") and not word.startswith("--") and not _is_number(word):
             raise InputError(f"{word}: write vLLM's arguments with their whole names")
@@ -110,11 +106,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse arguments by name.
-
-    Raises:
-        InputError: the user may not set one of them.
-    """
+    """Refuse arguments by name."""
     given = set(names)
     if own := _SET_BY_SERVE & given:
         raise InputError(f"lockstep serve sets {_listed(own)} itself; leave it out")
@@ -126,8 +118,7 @@ def check_names(names: Iterable[str]) -> None:
     if copies := {name for name in given if name.startswith(_COPIES)}:
         raise InputError(
             f"the command line may not set {_listed(copies)}: a trainer cannot distinguish the copies inside "
-            f"one server; start as "
-            "many servers, each on a port of its own, and give all of their URLs"
+            "one server; start as many servers, each on a port of its own, and give all of their URLs"
         )
     if code := OWN_CODE & given:
         raise InputError(
@@ -189,18 +180,12 @@ class ServeOptions:
 
     @property
     def is_later_node(self) -> bool:
-        """Whether several nodes share one model and this is not the first of them.
-
-        Only the first node answers calls.
-        """
+        """Whether several nodes share one model and this is not the first of them, which alone answers calls."""
         return _given(self.rest).get("node_rank", "0") != "0"
 
     @property
     def url(self) -> str:
-        """The URL at which this machine reaches the server.
-
-        On a later node, it is the first node's address with the same port.
-        """
+        """The URL at which this machine reaches the server; on a later node, that of the first node."""
         scheme = (
             "https" if any(word.startswith("--ssl-certfile") for word in map(_dashed, self.rest)) else "http"
         )
@@ -214,9 +199,7 @@ def command_line(options: ServeOptions) -> list[str]:
     """The command that starts vLLM's API server.
 
     Raises:
-        InputError: vLLM does not run the model as transformers does, an argument may not be set, the engine cannot
-            hold the weights in the scheme that was asked for, or has no adapters in its dtype, or neither the user
-            nor the model gives a maximum length.
+        InputError: an option cannot be used, or neither the user nor the model gives a maximum length.
     """
     check_words(options.rest)
     refuse_family(options.model)
@@ -266,12 +249,7 @@ def command_line(options: ServeOptions) -> list[str]:
 
 
 def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of the server's processes.
-
-    Args:
-        key: the server's key.
-        given: the environment of this process. Its values have priority over the defaults of Lockstep.
-    """
+    """The environment of the server's processes. `given`, this process's, has priority over Lockstep's defaults."""
     ours = {name: value for name, value in given.items() if name not in _DROPPED}
     defaults = {
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -325,20 +303,13 @@ def _has_several_nodes(names: Mapping[str, str]) -> bool:
 
 
 def _path_of(given: Mapping[str, str]) -> dict[str, str]:
-    """PYTHONPATH without empty entries.
-
-    An empty entry means the current directory, and is usually there by accident.
-    """
+    """PYTHONPATH without empty entries, which mean the current directory and are usually there by accident."""
     path = given.get("PYTHONPATH")
     return {} if path is None else {"PYTHONPATH": os.pathsep.join(filter(None, path.split(os.pathsep)))}
 
 
 def usual_length(model: str) -> int:
-    """The longest sequence of a server if the user names none: the model's own limit, on a GPU at most 32768 tokens.
-
-    Raises:
-        InputError: the model has no limit.
-    """
+    """The longest sequence of a server if the user names none: the model's own limit, on a GPU at most 32768 tokens."""
     return _bounded(_context(model))
 
 
@@ -347,9 +318,7 @@ def _bounded(length: int) -> int:
 
 
 def shortened(options: ServeOptions) -> str:
-    """A line for the user if the server takes shorter sequences than its model, and nobody has asked for that; else
-    empty.
-    """
+    """A line for the user if the server takes shorter sequences than its model and nobody asked for that."""
     if options.max_model_len is not None or (length := _bounded(own := _context(options.model))) == own:
         return ""
     return (

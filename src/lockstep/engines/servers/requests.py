@@ -1,6 +1,4 @@
-"""Requests to servers: their JSON form, and how they are distributed and limited.
-
-Distributes requests over one or more vLLM servers, limits the number of open requests, and converts the answers.
+"""How requests are distributed over one or more vLLM servers, and how many of them may be open.
 
 Requests and answers go through an inbox (`contract/inbox.py`), which checks the answers. The coroutines run in the
 thread of a `CallLoop`.
@@ -48,11 +46,7 @@ Versions = Callable[[], Collection[int]]
 
 
 class _Load:
-    """The load of one server. Only the thread of the calls changes it.
-
-    Attributes:
-        tokens: tokens that the server may still have to sample.
-    """
+    """The load of one server. Only the thread of the calls changes it. `tokens` may still have to be sampled."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -186,15 +180,9 @@ class ServerRequests:
     def score(
         self, sequences: Sequence[tuple[int, ...]], stamp: str, limit: float
     ) -> Coroutine[Any, Any, list[tuple[float, ...]]]:
-        """Log-probs of every id of each sequence, except the first id.
+        """Log-probs of every id of each sequence, except the first id, by the weights with this stamp.
 
         The sequences are distributed evenly over the servers.
-
-        Args:
-            stamp: stamp of the weights that must have computed the log-probs.
-
-        Raises:
-            EngineLost: a server did not answer, or not in time.
         """
         servers = tuple(self._servers)
         calls = [
@@ -235,12 +223,7 @@ class ServerRequests:
         return completion_from(answer, request, name, self._stamps if used is None else used.versions)
 
     async def _send_pictures(self, request: GenerationRequest, server: ServerCalls, limit: float) -> None:
-        """Send the pictures of a request that the server does not hold yet, and check what its workers have encoded.
-
-        Raises:
-            InputError: the server's cache of inputs is too small for the pictures.
-            ProofError: a worker has encoded other pictures.
-        """
+        """Send the pictures of a request that the server does not hold yet, and check what its workers have encoded."""
         if request.pictures is None:
             return
         sent, pieces = self.load(server).pictures, request.pictures.in_pieces

@@ -1,11 +1,9 @@
 """One or several vLLM servers behind the engine protocol.
 
-Each request goes to the least busy server; weights go to all servers.
-
-Requests come from an inbox (`contract/inbox.py`) and are sent over HTTP as ids. Weights go through a transport of
-`weights/wire/`. When a server does not answer, the engine raises `EngineLost`. Before it sends requests again, the
-server must answer, pass the checks of `engines/servers/set.py`, and receive the weights again. A server that does not
-come back in time leaves, if another one remains. Servers can also leave and join between two pushes.
+Each request goes to the least busy server; weights go to all servers, through a transport of `weights/wire/`. When a
+server does not answer, the engine raises `EngineLost`. Before it sends requests again, the server must answer, pass the
+checks of `engines/servers/set.py`, and receive the weights again. A server that does not come back in time leaves, if
+another one remains. Servers can also leave and join between two pushes.
 """
 
 from __future__ import annotations
@@ -129,10 +127,7 @@ class VLLMServer:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """The dtype of the servers' parameters.
-
-        Wider tensors are cast to it before they are sent. None: there are several.
-        """
+        """The dtype of the servers' parameters, to which wider tensors are cast for sending; None: several."""
         return self._wire_dtype
 
     @property
@@ -145,10 +140,7 @@ class VLLMServer:
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
-        """Answer every request.
-
-        If weights are pushed meanwhile, the tokens of one completion may have several versions.
-        """
+        """Answer every request. Weights pushed meanwhile give the tokens of one completion several versions."""
         settings = self.settings()
         check_requests(
             requests, self._version, settings.max_model_len, settings.vocab_size, settings.request_limits
@@ -173,11 +165,7 @@ class VLLMServer:
     def submit_scores(
         self, sequences: Mapping[str, tuple[int, ...]], *, limit: float | None = None
     ) -> Pending[Any, dict[str, tuple[float, ...]]]:
-        """Begin `score` without waiting for it.
-
-        Args:
-            limit: seconds for all sequences together; None: `timeout`.
-        """
+        """Begin `score` without waiting for it. All sequences together may take `limit` seconds; None: `timeout`."""
         check_scoring(sequences, self._version, self._settings.max_model_len)
 
         def checked(answers: list[tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
@@ -254,10 +242,7 @@ class VLLMServer:
         self._version = version
 
     def begin_update(self) -> None:
-        """Pause the servers. Running requests stay, and continue with the new weights after the commit.
-
-        This method only starts the calls; `load` waits for their answers.
-        """
+        """Begin to pause the servers; `load` waits for it. Running requests go on with new weights after the commit."""
         self._version = None
         self.adapters.check_whole_push_allowed()
         self.adapters.use_none()
@@ -332,10 +317,6 @@ class VLLMServer:
 
         A server that does not answer within the time limit leaves, if another server does; one that is not wanted
         leaves at once.
-
-        Raises:
-            LockstepError: no server came back within the time limit.
-            ProofError: a server came back with other settings.
         """
         self._version = None
         self.requests.forget_pictures()
@@ -366,11 +347,7 @@ class VLLMServer:
                 )
 
     def _drop_gone(self, problems: dict[ServerCalls, str], *, is_late: bool) -> None:
-        """Go on without the servers that are not wanted any more or, if it `is_late`, without all that cannot be used.
-
-        Raises:
-            LockstepError: it is late, and no server can be used.
-        """
+        """Go on without the servers that are not wanted any more or, if it `is_late`, without all that are unusable."""
         gone = [server for server in problems if is_late or not self.is_wanted(server.url)]
         if len(gone) < len(self._servers):
             for server in gone:
@@ -382,10 +359,7 @@ class VLLMServer:
             raise unreachable(gone[0], self.timeout, problems[gone[0]])
 
     def leave(self, urls: Collection[str], why: str) -> None:
-        """Send nothing more to some servers.
-
-        At least one other server remains. They may still answer requests that they have.
-        """
+        """Send nothing more to some servers, which may still answer requests that they have. Another server remains."""
         gone = [server for server in self._servers if server.url in urls]
         for server in gone:
             self.adapters.leave_server(server)
@@ -406,14 +380,7 @@ class VLLMServer:
         return self.servers.healthy(urls, self.loop)
 
     def name_versions_as(self, other: VLLMServer) -> None:
-        """Name weight versions and adapters as another engine does.
-
-        After one push this engine's servers can then join it.
-
-        Raises:
-            InputError: the other engine has one of these servers already.
-            ProofError: its servers run with other settings.
-        """
+        """Name weight versions and adapters as another engine does, which this one's servers can join after a push."""
         agreed_settings([*other.servers.all, *self.servers.all])
         self.session = other.session
         self.adapters.name_as(other.adapters)

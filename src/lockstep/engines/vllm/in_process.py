@@ -1,9 +1,8 @@
 """vLLM in the trainer's own process: the real `vllm.LLM` with the V1 engine, on CPU and CUDA.
 
 The scheduler is in this process. The model is in this process too (`OwnWorker`), or it is split over worker processes
-(`engines/vllm/start.py`). Requests come from an inbox (`contract/inbox.py`). The engine gives their ids
-to vLLM's engine loop, with their key as the request id. Weights come through vLLM's weight-transfer API with the
-backend of `engines/vllm/port/receive.py`. vLLM finds that backend through the entry point in pyproject.toml.
+(`engines/vllm/start.py`). Weights come through vLLM's weight-transfer API with the backend of
+`engines/vllm/port/receive.py`, which vLLM finds through the entry point in pyproject.toml.
 
 Proof `sleep`.
 Shows: with `vllm_enable_sleep_mode` and `vllm_enable_lora`: every parameter of the engine has the bytes with which it
@@ -161,10 +160,7 @@ class VLLMInProcess:
             raise InputError(f"vLLM cannot load {model}: {error}") from error
 
     def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a method of every worker, or a function with every worker as its first argument.
-
-        Returns the results by rank.
-        """
+        """The results by rank of a method of every worker, or of a function with every worker as its first argument."""
         name = method if isinstance(method, str) else method.__name__
         with self._noting_failure(), waiting(f"vLLM's workers to do {name}", self.timeout):
             return self._llm.collective_rpc(method, timeout=self.timeout, args=args)
@@ -173,7 +169,7 @@ class VLLMInProcess:
     def _noting_failure(self) -> Iterator[None]:
         """If a worker process fails inside the context, do not use the engine any more.
 
-        vLLM does not read the answers of the other workers then. They would be taken for the answers to the next call.
+        vLLM would take the answers of the other workers, which it does not read then, for the answers to the next call.
         """
         try:
             yield
@@ -263,14 +259,10 @@ class VLLMInProcess:
 
     @foreign_errors("vLLM failed while it answered requests")
     def _step(self, limits: dict[str, float], now: float) -> tuple[list[RequestOutput], list[RequestOutput]]:
-        """Run one step of vLLM.
+        """Run one step of vLLM. `now` is the time on the clock of `limits`.
 
-        Args:
-            now: the time on the clock of `limits`.
-
-        Returns:
-            The outputs of the requests that this step has finished, and the partial outputs of other requests. The
-            finished requests are removed from `limits`.
+        Returns the outputs that this step has finished, whose requests leave `limits`, and the partial outputs of the
+        others.
         """
         with self._noting_failure():
             outputs: list[Any] = self._llm.llm_engine.step() if limits else []
@@ -308,10 +300,7 @@ class VLLMInProcess:
 
     @contextmanager
     def _abort_on_error(self, held: Collection[str]) -> Iterator[None]:
-        """After an error inside the context, let vLLM drop the requests in `held`.
-
-        Their answers must not reach the next call.
-        """
+        """After an error inside the context, let vLLM drop the requests in `held`: the next call gets none of them."""
         try:
             yield
         except BaseException:
@@ -417,8 +406,7 @@ class VLLMInProcess:
     def sleep(self) -> bool:
         """Give memory back. The engine refuses requests until the next push, which wakes it. No request may run.
 
-        Returns:
-            Whether the weights were discarded, so that the next push must send all of them.
+        Returns whether the weights were discarded, so that the next push must send all of them.
         """
         if not self.can_sleep:
             return False
@@ -432,8 +420,7 @@ class VLLMInProcess:
         if self.sleeping.is_asleep:
             raise LockstepError(
                 "vLLM sleeps between two pushes (vllm_enable_sleep_mode) and cannot be asked: push the "
-                "weights first, or leave "
-                "sleep mode out"
+                "weights first, or leave sleep mode out"
             )
 
     def _awake(self) -> None:
@@ -508,12 +495,7 @@ def _memory(
 
 
 def workers_of(llm: LLM, transport: TransportChoice | None, timeout: float) -> OwnWorker | WorkerProcesses:
-    """The workers of an engine that was started.
-
-    Args:
-        transport: chooses how weights reach the workers; unused if the model is in this process.
-        timeout: seconds that one call of a worker may take.
-    """
+    """The workers of a started engine. Worker processes need a transport; one call may take `timeout` seconds."""
     if llm.llm_engine.vllm_config.parallel_config.world_size == 1:
         return OwnWorker(llm)
     if transport is None:
@@ -522,14 +504,9 @@ def workers_of(llm: LLM, transport: TransportChoice | None, timeout: float) -> O
 
 
 class OwnWorker:
-    """vLLM's only worker, in the trainer's own process. The tensors of a push pass by reference.
+    """vLLM's only worker, in the trainer's own process.
 
-    Args:
-        llm: vLLM's engine.
-
-    Attributes:
-        wire_dtype: None: tensors are not cast. The engine gets references to the trainer's tensors, and vLLM casts
-            them when it copies them.
+    It gets references to the trainer's tensors, and casts them when it copies them; no `wire_dtype` casts them before.
     """
 
     wire_dtype: torch.dtype | None = None

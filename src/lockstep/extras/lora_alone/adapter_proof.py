@@ -56,9 +56,6 @@ def check_adapter_probe(
     Args:
         dtype: dtype in which the engine computes.
         every: ask all adapted layers; otherwise a sample.
-
-    Raises:
-        ProofError: `adapter_probe`, a layer of the engine adds something else, or nothing.
     """
     limits = engine.limits
     assert limits is not None

@@ -1,6 +1,4 @@
-"""Pushes of an adapter alone to vLLM's servers.
-
-Several runs may share a server, and the server answers requests during a push.
+"""Pushes of an adapter alone to vLLM's servers, which several runs may share and which answer requests during a push.
 
 The bytes go through the same transport as pushes of whole weights, into the memory of the workers. vLLM's own
 endpoints then load the adapter, and later unload it. The adapter of each push has a new name: the run, this trainer's
@@ -81,10 +79,7 @@ class ServerAdapters:
 
     @contextmanager
     def used(self) -> Iterator[UsedAdapter | None]:
-        """The adapter that one request uses; None: it uses none.
-
-        The servers keep the adapter at least until the context ends.
-        """
+        """The adapter that one request uses (None: none), which the servers keep at least until the context ends."""
         with self._lock:
             used = self._used
             if used is not None:
@@ -241,17 +236,12 @@ class ServerAdapters:
                     own = sum(name.startswith(self._run + _JOIN) for name in state["names"])
                     raise InputError(
                         f"the server{_at_url(self._servers.name_of(number))} holds {len(state['names'])} "
-                        f"adapters ({own} of this "
-                        "run) and has no room for another one: start it with a larger --max_cpu_loras, or end "
-                        "the other runs"
+                        f"adapters ({own} of this run) and has no room for another one: start it with a "
+                        "larger --max_cpu_loras, or end the other runs"
                     )
 
     def check_whole_push_allowed(self) -> None:
-        """Check that whole weights may be pushed. vLLM drops all adapters when it loads whole weights.
-
-        Raises:
-            InputError: a server holds adapters of other runs.
-        """
+        """Check that whole weights may be pushed. vLLM drops all adapters when it loads whole weights."""
         for server in self._servers.all:
             names = server.workers("lockstep_adapters")[0]["names"] if server.takes_adapters else []
             if any(not name.startswith(self._run + _JOIN) for name in names):
@@ -291,9 +281,7 @@ class ServerAdapters:
         self._adapter_calls = [AdapterCalls(server) for server in self._servers.all]
 
     def name_as(self, other: ServerAdapters) -> None:
-        """Give the next push the name of another engine's last one, so that its requests find their adapter on these
-        servers.
-        """
+        """Give the next push the name of another engine's last one: its requests then find their adapter here."""
         self._session, self._pushes = other._session, other._pushes - 1
 
     def close(self) -> None:
