@@ -319,7 +319,7 @@ class WorkerProcesses:
         receiver: WeightReceiverCalls,
         base: str = "",
     ) -> None:
-        """Send tensors over a transport, to the workers as `receiver` calls them."""
+        """Send tensors over a transport. `receiver` stands for the workers in its calls."""
         try:
             transport.send(tensors, [receiver], base)
         except RuntimeError as error:
