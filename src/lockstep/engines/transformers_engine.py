@@ -119,8 +119,7 @@ def output_of(name: str, module: torch.nn.Module, seed: int, every: bool) -> tor
     if isinstance(module, torch.nn.Embedding):
         rows = sent(probe_rows(seed, name, module.num_embeddings, every=every), module.weight.device)
         vector = sent(probe_vector(seed, name, module.embedding_dim), module.weight.device)
-        # The module's own forward may scale the rows, or take positions instead of ids. Therefore this line reads the
-        # weight.
+        # The module's own forward may scale the rows, or take positions instead of ids.
         return torch.cat([module.weight[own].float() @ vector for own in rows.split(PROBED_ROWS)])
     if isinstance(module, torch.nn.Linear | Conv1D):
         size = module.weight.shape[0 if isinstance(module, Conv1D) else 1]

@@ -87,8 +87,7 @@ _OPENS_OR_SENDS = frozenset(
         "tool_server",
     }
 )
-# Prefixes of arguments for several copies of the model in one server. A trainer cannot distinguish the copies, and
-# their ports have no guard.
+# Prefixes of arguments for several copies of the model in one server: no trainer can tell them apart.
 _COPIES = ("data_parallel_", "dp_")
 
 
@@ -256,8 +255,7 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    # vLLM itself opens a closed list of formats, without Ghostscript's, and compares the header's size with this
-    # number.
+    # vLLM opens a closed list of formats, without Ghostscript's, and compares the header's size with this.
     defaults["VLLM_MAX_IMAGE_PIXELS"] = str(LARGEST)
     defaults |= exact_products(options.dtype, torch.float32 if options.fp32_head else options.dtype)
     names = _given(options.rest)
@@ -267,8 +265,7 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
             # The user has set the wait policy, and this default would override it.
             del defaults["GOMP_SPINCOUNT"]
         if options.tensor_parallel_size == 1 and not _SEVERAL_WORKERS & names.keys():
-            # Run the model in the process of the scheduler. In a process of its own, the scheduler would use a core
-            # while it waits.
+            # The model runs in the scheduler's process, which would otherwise use a core while it waits.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # `--host` is the address of the guarded API server only.
     inside = {} if _has_several_nodes(names) else LOOPBACK

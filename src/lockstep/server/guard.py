@@ -40,8 +40,7 @@ from lockstep.engines.servers.calls import (
 )
 from lockstep.server.keys import guards_key
 
-# Seconds between two questions to the engine. Everybody may ask for the server's health, and the engine must not
-# notice it.
+# Seconds between two questions to the engine, however many ask for the server's health.
 _EVERY = 5.0
 # Seconds that a caller waits who does not say how long: the time limit of OpenAI's SDK.
 _USUAL_LIMIT = 600.0

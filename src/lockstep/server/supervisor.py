@@ -120,8 +120,7 @@ FAILING_LIMIT = 3.0
 _LARGEST_HEALTH = 1 << 16
 # Seconds that a start may take.
 START_LIMIT = 1800.0
-# Seconds between the end of a server and its next start. A start takes almost a minute, so that longer waits would
-# save nothing.
+# Seconds between the end of a server and its next start, which takes almost a minute.
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 5.0
 # If a server was healthy for this many seconds, the wait after its end is the first wait again.
 _STEADY = 60.0
@@ -200,8 +199,7 @@ class Supervisor:
         answers = False
         # vLLM's processes would end late or never: a server that gets SIGTERM waits for its open calls.
         kill_at_exit = KillAtExit()
-        # A new process group, so that all processes of the server can be ended; and a umask, so that only this user
-        # can open its files.
+        # A process group, to end all processes of the server; and a umask, so that only this user opens its files.
         self._child = subprocess.Popen(
             self._command,
             env=self._environment,

@@ -340,8 +340,7 @@ def _merge_error(
     shards = sharded(model)
     bias = source.tensor(f"{layer_name}.bias") if f"{layer_name}.bias" in source.names else None
     with torch.no_grad(), without_dropout(layer), torch.autocast(merged.device.type, enabled=False):
-        # The layer runs alone here. Its sharded weights must be gathered, because no forward of the whole model
-        # gathers them.
+        # The layer runs alone: no forward of the whole model gathers its sharded weights.
         with nullcontext() if shards is None else shards.whole_around(layer):
             layer_output = layer(inputs)
         merged_output = _merged_output(base, merged, bias, inputs)

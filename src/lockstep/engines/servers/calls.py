@@ -167,8 +167,7 @@ class ServerCalls:
         self.session: Session | None = None
         self.client = httpx.AsyncClient(
             base_url=self.url,
-            # Each call has a new connection. The server might close a kept connection at the moment of a call, and
-            # the failed call could not be repeated.
+            # A new connection per call: the server might close a kept one during a call, which could not be repeated.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             # Ignore the environment's proxies: there is no proxy between trainer and engine.
             trust_env=False,
@@ -208,8 +207,7 @@ class ServerCalls:
             LockstepError: the server refuses the call.
         """
         limit = self.timeout if limit is None else limit
-        # `/health` needs no key. While the server restarts, another program may have its port, and a greeting would
-        # raise an error.
+        # `/health` needs no key. Another program may have the port of a server that restarts.
         session = None if path == HEALTH or self._key is None else await self._open_session(self._key, limit)
         call, headers, content = "", {LIMIT_HEADER: f"{limit:.3f}"}, b""
         if body is not None:

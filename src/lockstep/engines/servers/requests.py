@@ -76,8 +76,7 @@ class ServerRequests:
         self._servers, self._stamps = servers, stamps
         self._recover, self._used_adapter = recover, used_adapter
         self._loads: WeakKeyDictionary[ServerCalls, _Load] = WeakKeyDictionary()
-        # URL of the server of each of the last rollouts, for errors. The key consists of the first two fields of
-        # `RequestKey`.
+        # URL of the server of each of the last rollouts (the first two fields of `RequestKey`), for errors.
         self.answered: dict[tuple[str, int], str] = {}
 
     def serve(

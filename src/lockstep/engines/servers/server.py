@@ -186,8 +186,7 @@ class VLLMServer:
         for number, workers in enumerate(
             self.servers.workers("lockstep_modules", json.dumps(checkpoint_names))
         ):
-            # Workers of one server have different layers (pipeline) or different parts of the same layers (tensor
-            # parallelism).
+            # Workers of one server have different layers (pipeline) or parts of the same layers (tensor parallelism).
             for entry in (entry for found in workers for entry in found["probed"]):
                 name = self._prefix(number) + entry["name"]
                 probed[name] = ProbedModule(**{**entry, "name": name, "tensors": tuple(entry["tensors"])})

@@ -114,8 +114,7 @@ def agreed_settings(servers: Sequence[ServerCalls]) -> EngineSettings:
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
-# Seconds that a server outside the set may take to say that it is healthy. The trainer waits for this between two
-# generations.
+# Seconds that a server outside the set may take to say that it is healthy, between two generations.
 _UP_LIMIT = 1.0
 
 
@@ -258,8 +257,7 @@ class Pauses:
 
 def _begin(server: ServerCalls) -> Pending[Any, Any]:
     """Pause a server and begin an update. vLLM answers the returned call 20 ms after the server has stopped."""
-    # By default the pause would also drop the pictures that requests need. `reset_caches` drops what depends on
-    # weights.
+    # By default the pause would also drop pictures, which requests need; `reset_caches` drops the rest.
     pause = server.begin("POST", "/pause", mode="keep", clear_cache="false")
     try:
         workers, paused = server.together(

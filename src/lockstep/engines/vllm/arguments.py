@@ -26,11 +26,9 @@ from lockstep.models.policy import BAD_FILES, keeps_state
 IN_PROCESS_BACKEND, SERVER_BACKEND = "lockstep_inprocess", "lockstep"
 WORKER_EXTENSION = "lockstep.engines.vllm.worker.LockstepWorker"
 
-# Keys of a request's `extra_args` (`engines/vllm/port/kept_ids.py`): the largest number of kept ids per token, and
-# bad words as ids.
+# Keys of a request's `extra_args`: the largest number of kept ids per token, and bad words as ids.
 MAX_KEPT_IDS, BAD_WORDS = "lockstep_max_kept_ids", "lockstep_bad_words"
-# The library that makes the masks of grammars, in the engine and in the trainer (`contract/sampling.py`). Without this
-# setting, vLLM would choose a library for each request.
+# The library that masks by grammars, in engine and trainer. Otherwise vLLM would choose one per request.
 GRAMMAR_BACKEND = "xgrammar"
 
 # Where vLLM takes a model's layers from. "auto" is its own implementation, or transformers' where it has none.
@@ -57,8 +55,7 @@ REFUSED = frozenset(
 # Engine arguments with which vLLM would run code that comes with a model, or load its classes from another place.
 OWN_CODE = frozenset({"code_revision", "hf_config_path", "model_class_overrides", "trust_remote_code"})
 
-# Sampling values that leave the model's distribution unchanged. A model's generation_config.json may set other values
-# as the engine's defaults.
+# Sampling values that leave the distribution unchanged. A model's generation_config.json may set others.
 NEUTRAL_SAMPLING: dict[str, float | int] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -117,13 +114,11 @@ def engine_arguments(
         # The state behind a prefix is cached only together with split prompts.
         "enable_prefix_caching": not keeps_state(load_files(AutoConfig, model)),
         "structured_outputs_config": {"backend": GRAMMAR_BACKEND},
-        # On a CPU, compilation makes the start 40 s longer, and sampling only 20% faster (docs/internals/speed.md,
-        # `make sampling`).
+        # On a CPU, compilation delays the start by 40 s for 20% faster sampling (docs/internals/speed.md).
         "enforce_eager": not on_gpu,
     }
     if on_gpu:
-        # `async_scheduling` is left to vLLM: on, unless the executor cannot do it (Ray). If it is asked for there,
-        # vLLM fails.
+        # vLLM has `async_scheduling` on, unless the executor cannot do it (Ray): asked for there, it fails.
         if not whole_prompts:
             arguments["max_num_batched_tokens"] = max(_GPU_BATCH, max_num_seqs)
     else:

@@ -197,8 +197,7 @@ def process_start(workers: int, sockets: Path) -> Iterator[None]:
     """
     cores = len(os.sched_getaffinity(0))
     settings = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **LOOPBACK, SOCKETS: os.fspath(sockets)}
-    # Workers load what they compile into the temporary folder. This process keeps its own, which Python has looked up
-    # before.
+    # Workers load what they compile from the temporary folder. This process keeps its own.
     tempfile.gettempdir()
     settings["TMPDIR"] = os.fspath(sockets)
     settings[_TRAINER] = str(os.getpid())

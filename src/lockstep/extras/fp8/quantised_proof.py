@@ -101,8 +101,7 @@ class QuantisationError:
     ) -> None:
         self.model, self._dtype, self.precision, self._tensors = model, dtype, precision, tensors
         self.canary = GapStats()
-        # The gaps of the canary, and of what was sampled, while the engine left its inputs as they are; None: it
-        # cannot do this.
+        # The gaps of the canary and of samples with whole inputs; None: the engine cannot leave them so.
         self.with_whole_inputs: GapStats | None = None
         self.sampled_with_whole_inputs: GapStats | None = None
         # The tokens of the last measurement, and of all regular ones.
@@ -211,8 +210,7 @@ def computing_in_8_bits(
     """
     source, layers = weights_of(model), dict[torch.nn.Module, torch.nn.Module]()
     for layer in causal_model(model).modules():
-        # PEFT puts a layer around the original one, and it comes first. The weights of the source contain the adapter
-        # already.
+        # PEFT's layer comes before the original one, and the source's weights already contain the adapter.
         layers.setdefault(getattr(layer, "base_layer", layer), layer)
     changed: list[torch.nn.Module] = []
     try:

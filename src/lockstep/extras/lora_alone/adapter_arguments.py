@@ -13,11 +13,9 @@ from lockstep.model_files import build_empty, load_files
 
 # vLLM's server opens its endpoints for adapters only with this environment variable.
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-# Number of adapters that may compute in one step. Requests end with the adapter that they began with, so that the two
-# newest adapters may be in use at the same time.
+# Adapters of one step: requests end with theirs, so that the two newest may be in use at the same time.
 _AT_ONCE = 2
-# Number of adapters in main memory. Several runs may share a server, and each may have several adapters with running
-# requests.
+# Adapters in main memory, of several runs on a server, each with several in running requests.
 _HELD = 16
 
 

@@ -416,8 +416,7 @@ class DeviceChannel(GlooChannel):
 
     def close(self) -> None:
         """End the group, and wait a few seconds for its end. Call it when every rank has received everything."""
-        # After a failed push this does not wait: a thread ends the group when NCCL has stopped using the memory in
-        # flight.
+        # No wait after a failed push: a thread ends the group when NCCL no longer uses the memory in flight.
         if not self.is_ended:
             self.give_up()
             with waiting("a group of devices to end", END_LIMIT):

@@ -316,8 +316,7 @@ class SharedMemoryTransport:
                     self._slots = self._open_segment(largest, servers, pool)
                 self._send(tensors, base, [places for places, _ in laid_out], self._slots, servers, pool)
             except BaseException:
-                # A server may still load from the segment or write its counter there. Therefore the segment is never
-                # used again.
+                # Never used again: a server may still load from the segment or write its counter there.
                 self.forget()
                 raise
 
@@ -355,8 +354,7 @@ class SharedMemoryTransport:
                 (_, counts), *targets = views(slot, places)
                 counts.copy_(torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64))
                 for (_, target), (_, piece) in zip(targets, chunk, strict=True):
-                    # Here `Changes` are always empty, because the workers have no copy into which changes could be
-                    # written.
+                    # Here `Changes` are always empty: the workers have no copy to write changes into.
                     if not isinstance(piece, Changes):
                         _copy(target, piece)
                 slots.announce_filled(number)
@@ -364,8 +362,7 @@ class SharedMemoryTransport:
             assert next(incoming, None) is None
         except BaseException as error:
             slots.give_up()
-            # Wait until no server reads the segment any more. A server's own error tells more than the error in the
-            # trainer.
+            # No server reads the segment afterwards. A server's own error says more than the trainer's.
             wait(pending)
             if type(error) is RuntimeError:
                 finish_all(pending)

@@ -303,8 +303,7 @@ class Sleep:
             self._key = new_key()
             self._digests = self._call(weight_digests, f"{self._key:x}")
         else:
-            # Before the weights are gone, so that no failure can leave the engine with a record of weights that it
-            # lost.
+            # First, so that no failure can leave the engine with a record of weights that it lost.
             self._call(forget_weights)
         self._llm.sleep(level=self.level)
         self._asleep = (_WEIGHTS, _CACHE)

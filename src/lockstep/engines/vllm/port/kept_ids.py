@@ -150,8 +150,7 @@ def carry_kept_ids() -> None:
 
     def read_words_and_ids(self: Any, tokenizer: Any) -> None:
         read_words(self, tokenizer)
-        # vLLM takes bad words as text, and its tokenizer makes ids of them, with and without a space before them.
-        # These ids may differ from the ids of the request.
+        # vLLM makes ids of bad words itself, with and without a space. They may differ from the request's ids.
         if words := (self.extra_args or {}).get(BAD_WORDS):
             self._bad_words_token_ids = [list(word) for word in words]
 

@@ -27,8 +27,7 @@ from lockstep.contract.adapters import DOWN
 from lockstep.contract.probe import sendable
 from lockstep.contract.tensors import LoadedWeights, dtype_name, tensor_specs
 
-# One entry per slot of vLLM whose adapter is used in a step: the slot, and the indices of its tokens. None: all
-# tokens use it.
+# The slot of each adapter that is used in a step, and the indices of its tokens (None: all tokens).
 SlotTokens = list[tuple[int, torch.Tensor | None]]
 
 
@@ -228,8 +227,7 @@ def read_adapter_back(worker: Any, name: str) -> LoadedWeights:
             continue
         stacked = place.module.lora_a_stacked if key.endswith(DOWN) else place.module.lora_b_stacked
         if place.module.tp_size == 1:
-            # A slot may be larger than the tensor. The rest must be zero; otherwise the whole slot is reported, so
-            # that the comparison fails.
+            # A slot may be larger than the tensor. If the rest is not zero, the whole slot fails the comparison.
             whole = stacked[place.part][slot, 0]
             found.append(
                 (key, whole[: shape[0], : shape[1]] if not _has_values_beyond(whole, shape) else whole)

@@ -181,8 +181,7 @@ def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
     if isinstance(module, VocabParallelEmbedding):
         rows = sent(probe_rows(seed, name, module.org_vocab_size, every=every), module.weight.device)
         vector = sent(probe_vector(seed, name, module.embedding_dim), module.weight.device)
-        # Without the scale that a class of transformers adds (VaultGemma). Other models of vLLM scale outside the
-        # module.
+        # Without the scale of a class of transformers (VaultGemma); vLLM's models scale outside the module.
         found = [
             VocabParallelEmbedding.forward(module, own).float() @ vector for own in rows.split(PROBED_ROWS)
         ]
@@ -228,8 +227,7 @@ def _outputs(module: Any) -> int:
 
 def _with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, module in model.named_modules():
-        # Ask each module for its own parameters: the `named_parameters` of the whole model lists a tied parameter
-        # only once.
+        # Each module is asked: the whole model's `named_parameters` lists a tied parameter only once.
         if next(module.parameters(recurse=False), None) is not None:
             # A module inside a LoRA layer is named as without the LoRA layer.
             yield name.removesuffix(_WRAPPED), module

@@ -206,8 +206,7 @@ def _has_loaded_layout(info: LayerReloadingInfo) -> bool:
     )
 
 
-# Merged or cast tensors are loaded in parts of this size. In memory are two parts at most, and the tensors that vLLM
-# still needs.
+# Size of the parts in which merged or cast tensors are loaded: two are in memory, and what vLLM still needs.
 PART_BYTES = 16 << 20
 _BASE_LAYER = ".base_layer"
 
@@ -297,8 +296,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         if self._is_updating:
-            # The previous update failed half-way, and some layers have only a part of their tensors. Restore them
-            # first.
+            # The previous update failed half-way: restore the layers that have a part of their tensors.
             end_reload(self.model, self.model_config)
         self._is_updating = True
         self.acknowledgement = LoadedWeights((), ())
@@ -308,8 +306,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
         self._layers = begin_reload(self.model)
         # A module in 8 bits computes with scales, which it makes of the loaded weight itself.
         loaded = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        # A LoRA layer around a module adds `.base_layer` to the names of parameters. `load_weights` reports names
-        # without it.
+        # `load_weights` reports names without the `.base_layer` that a LoRA layer adds to a parameter.
         self._parameters = tuple(name.replace(_BASE_LAYER, "") for name in computed_with if name in loaded)
         self._kernels = remove_expert_kernels(self.model)
 
@@ -330,8 +327,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
                     name.replace(_BASE_LAYER, "") for name in self.model.load_weights(iter(arrived)) or ()
                 }
         finally:
-            # When this returns, nothing reads the tensors in main memory any more. A GPU reads its own in the order
-            # of the stream.
+            # Nothing reads the tensors on the host any more; a GPU reads its own in the order of the stream.
             begun.settle()
         self._loaded.append((begun, written, stored.names))
 
@@ -363,8 +359,7 @@ class InProcessWeightTransfer(_LayerwiseTransfer):
         if not self.held.accepts_base(update_info.base):
             return
         if isinstance(tensors, Update) and tensors.is_model_memory:
-            # Load all tensors in one call, because vLLM searches the whole model for tied weights at the start of
-            # each load.
+            # One call, because vLLM searches the whole model for tied weights at the start of each load.
             self.load(list(tensors))
         else:
             for part in chunks(tensors, PART_BYTES):

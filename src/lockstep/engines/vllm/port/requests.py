@@ -82,8 +82,7 @@ def _structured_outputs(grammar: Grammar) -> dict[str, str]:
     return {"grammar": as_ebnf(grammar.spec)} if grammar.kind == "choice" else {grammar.kind: grammar.spec}
 
 
-# The fields of a request that scores its prompt. For such a request, vLLM neither reads its prefix cache nor applies
-# a temperature.
+# Fields for scoring a prompt: vLLM then neither reads its prefix cache nor applies a temperature.
 SCORING_FIELDS = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
 
 
