@@ -70,7 +70,7 @@ SILENT = {
     "the engine's answer is not awaited: the next question looks for it": "server/guard.py::KeyGuard._say_health",
     "it is the work of this process": """
         contract/inbox.py::answer_all engines/vllm/in_process.py::OwnWorker.__init__
-        engines/vllm/in_process.py::OwnWorker.load engines/vllm/in_process.py::OwnWorker.keep_adapter
+        engines/vllm/in_process.py::OwnWorker.load
         engines/vllm/start.py::WorkerProcesses.__init__ extras/selftest/seams.py::vllm_worker""",
     "it ends a failed push in a thread of its own, or drops requests": """
         threads.py::CallLoop.close engines/servers/requests.py::ServerRequests.serve
