@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import lockstep
 from lockstep.cli.main import main
 from lockstep.report.page.drawing import Limit, Series, gap_limits, histogram, line_chart, stacked_bars
 from lockstep.report.page.proofs import measured_proofs
@@ -18,6 +20,7 @@ from lockstep.report.page.report import LARGEST, render_comparison, render_repor
 from lockstep.report.page.rollouts import gap_color, rank_class, turns_section
 from lockstep.report.page.run_record import RunRecord, read_run
 
+SOURCE = Path(lockstep.__file__).parent
 HOSTILE = (
     "</pre></td></script><script>alert(1)</script><img src=x onerror='alert(2)'>\"' & {x} "
     "http://evil.example/a.js"
@@ -184,6 +187,18 @@ def test_each_proof_stands_with_its_limit_and_the_step_closest_to_it() -> None:
     assert found["module_probe", "step 1"].figure == 4e-6
     assert found["draws", "step 1"].limit == 6
     assert [limit.value for limit in gap_limits(record())] == [1e-4, 1e-3]
+
+
+def test_the_page_has_a_row_for_every_proof() -> None:
+    names = [
+        name
+        for path in sorted(SOURCE.rglob("*.py"))
+        for line in re.findall(r"^Proof (`.+`)\.$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", line)
+    ]
+    assert len(names) > 40
+    cells = re.findall(r"<tr><td><code>([^<]+)</code></td>", render_report(record()))
+    assert not set(names) - {name.strip() for cell in cells for name in cell.split(",")}
 
 
 JUDGED = {
