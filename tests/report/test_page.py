@@ -124,6 +124,9 @@ def shown(step: int, text: str = "tok", count: int = 2) -> dict[str, Any]:
     return {"step": step, "rewards": [-2.0, -1.0, None], "rollouts": [rollout]}
 
 
+PARITY = {"checked_tokens": 120, "failed": 0, "mean_abs_gap": 1e-6, "max_abs_gap": 3e-5}
+
+
 def record(text: str = "plain", **changes: Any) -> RunRecord:
     evaluation = {
         "metrics": {"eval_reward": 0.4, "eval_reward_ci95": 0.05},
@@ -144,7 +147,7 @@ def record(text: str = "plain", **changes: Any) -> RunRecord:
         "metrics": [log(1), log(2), {"step": 2, "eval_reward": 0.5, "eval_reward_ci95": 0.1}, log(3)],
         "receipt": [START, proven(1), proven(2), proven(3)],
         "shown": [shown(1, text), shown(3, text)],
-        "summary": {"wall_s": 70.0, "tokens_per_s": 12.5, "parity": {"failed": 0}},
+        "summary": {"wall_s": 70.0, "tokens_per_s": 12.5, "parity": PARITY},
         "before": evaluation,
         "after": evaluation,
         "rewards": {1: [-2.0, -1.0], 3: [-1.0, -1.0]},
@@ -400,25 +403,23 @@ def places_of_a_run(folder: Path) -> list[tuple[Any, ...]]:
 def test_no_value_of_a_strangers_run_is_obeyed(
     is_chosen: Callable[[tuple[Any, ...]], bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Values of its files are replaced by a text with tags, one at a time: the page shows it, or the command refuses
-    it.
+    """Values of its files are replaced by a text with tags, one at a time: the page shows it, or the file or line is
+    left out.
     """
-    shown = refused = 0
+    shown = left_out = 0
     for path in filter(is_chosen, places_of_a_run(tmp_path)):
         code = main(["report", str(written_run(tmp_path, path, HOSTILE))])
         said = capsys.readouterr().err
-        if code:
-            assert code == 2, (path, said)
-            assert "of another kind than Lockstep writes" in said, path
-            refused += 1
-            continue
+        assert code == 0, (path, said)
+        assert all(len(line) <= 500 for line in said.splitlines())
         page = (tmp_path / "report.html").read_text()
         text = checked(page).text
         assert "<script" not in page, path
         assert "<img" not in page, path
         shown += HOSTILE in text
+        left_out += "lockstep: left out, because it is damaged: " in said
     assert shown >= 5
-    assert refused >= 5
+    assert left_out >= 5
 
 
 def test_the_step_of_a_strangers_run_is_no_markup() -> None:

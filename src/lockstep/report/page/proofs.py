@@ -4,6 +4,7 @@ that failed.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -103,7 +104,8 @@ def measured_proofs(run: RunRecord) -> list[Measured]:
         )
         largest = closest(largest_gaps(compared, limits["max"]))
         assert largest is not None
-        where = f"{_at(largest.lines[0])}, request {largest.lines[0]['worst_request']}"
+        worst = largest.lines[0]
+        where = _at(worst) + (f", request {worst['worst_request']}" if "worst_request" in worst else "")
         found.append(
             Measured("gap, largest", "the same, the worst token", largest.figure, largest.limit, where)
         )
@@ -269,11 +271,11 @@ def _worst_tokens(run: RunRecord) -> Html:
             place = 0
             for span in branch["spans"]:
                 for text, gap in zip(span.get("tokens", ()), span.get("gaps") or (), strict=False):
-                    tokens.append((gap, rollout["name"], place, text))
+                    tokens.append((math.nan if gap is None else gap, rollout["name"], place, text))
                     place += 1
     if not tokens:
         return NOTHING
-    tokens.sort(key=lambda found: -abs(found[0]))
+    tokens.sort(key=lambda found: -abs(found[0]) if math.isfinite(found[0]) else -math.inf)
     form = "<tr><td><code>{}</code></td><td>{}</td><td><code>{}</code></td><td>{:+.2e}</td></tr>"
     rows = together(html(form, name, place, repr(text), gap) for gap, name, place, text in tokens[:10])
     return html(
