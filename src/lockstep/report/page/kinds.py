@@ -27,9 +27,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _WIDEST
 
 
+def one_of(*types: type) -> Kind:
+    """A value of one of these types, and no truth value unless it is one of them."""
+    return _kind(lambda value: type(value) in types)
+
+
 anything = _kind(lambda value: True)
-a_text = _kind(lambda value: isinstance(value, str))
-a_truth = _kind(lambda value: isinstance(value, bool))
+a_text = one_of(str)
+a_truth = one_of(bool)
 a_number = _kind(_is_number)
 a_count = _kind(lambda value: isinstance(value, int) and _is_number(value) and value >= 0)
 

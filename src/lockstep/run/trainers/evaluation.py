@@ -53,7 +53,7 @@ def evaluate(
         ProofError: trainer and engine do not agree, or other rows were evaluated.
     """
     count, version, seed = loop.config.group_size_eval, loop.state().global_step, loop.config.seed
-    groups = loop.rollout_in_parts(prompts, count)
+    groups = list(loop.rollout_in_parts(prompts, count))
     every, policy = sequences_of(groups, version), loop.policy()
     sequences = every if needs_scores(loop.objective) else drawn_sequences(every, version, seed)
     scored = loop.preparation.scores(policy, sequences)
