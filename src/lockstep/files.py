@@ -68,7 +68,7 @@ def check_writable(path: Path) -> None:
     """
     if path.is_dir():
         raise InputError(f"{path} is a directory; give the name of a file to write")
-    target = Path(os.path.realpath(path)) if "\0" not in str(path) else path
+    target = path.resolve() if "\0" not in str(path) else path
     beside = target.with_name(f".{target.name}.new")
     try:
         if path.exists() and not path.is_file():
