@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lockstep.errors import names_path
+from lockstep.errors import InputError, names_path
 
 _logger = logging.getLogger(__name__)
 
@@ -58,6 +58,26 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
+
+
+def check_writable(path: Path) -> None:
+    """Try whether `replacing` can write a file. Nothing is changed.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if path.is_dir():
+        raise InputError(f"{path} is a directory; give the name of a file to write")
+    target = path.resolve() if "\0" not in str(path) else path
+    beside = target.with_name(f".{target.name}.new")
+    try:
+        if path.exists() and not path.is_file():
+            # A pipe or a terminal.
+            return
+        beside.open("ab").close()
+        beside.unlink()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be written ({getattr(error, 'strerror', error)})") from error
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import lockstep
 from lockstep.cli.main import main
 from lockstep.report.page.drawing import Limit, Series, gap_limits, histogram, line_chart, stacked_bars
 from lockstep.report.page.proofs import measured_proofs
@@ -18,6 +20,7 @@ from lockstep.report.page.report import LARGEST, render_comparison, render_repor
 from lockstep.report.page.rollouts import gap_color, rank_class, turns_section
 from lockstep.report.page.run_record import RunRecord, read_run
 
+SOURCE = Path(lockstep.__file__).parent
 HOSTILE = (
     "</pre></td></script><script>alert(1)</script><img src=x onerror='alert(2)'>\"' & {x} "
     "http://evil.example/a.js"
@@ -121,6 +124,9 @@ def shown(step: int, text: str = "tok", count: int = 2) -> dict[str, Any]:
     return {"step": step, "rewards": [-2.0, -1.0, None], "rollouts": [rollout]}
 
 
+PARITY = {"checked_tokens": 120, "failed": 0, "mean_abs_gap": 1e-6, "max_abs_gap": 3e-5}
+
+
 def record(text: str = "plain", **changes: Any) -> RunRecord:
     evaluation = {
         "metrics": {"eval_reward": 0.4, "eval_reward_ci95": 0.05},
@@ -141,7 +147,7 @@ def record(text: str = "plain", **changes: Any) -> RunRecord:
         "metrics": [log(1), log(2), {"step": 2, "eval_reward": 0.5, "eval_reward_ci95": 0.1}, log(3)],
         "receipt": [START, proven(1), proven(2), proven(3)],
         "shown": [shown(1, text), shown(3, text)],
-        "summary": {"wall_s": 70.0, "tokens_per_s": 12.5, "parity": {"failed": 0}},
+        "summary": {"wall_s": 70.0, "tokens_per_s": 12.5, "parity": PARITY},
         "before": evaluation,
         "after": evaluation,
         "rewards": {1: [-2.0, -1.0], 3: [-1.0, -1.0]},
@@ -184,6 +190,18 @@ def test_each_proof_stands_with_its_limit_and_the_step_closest_to_it() -> None:
     assert found["module_probe", "step 1"].figure == 4e-6
     assert found["draws", "step 1"].limit == 6
     assert [limit.value for limit in gap_limits(record())] == [1e-4, 1e-3]
+
+
+def test_the_page_has_a_row_for_every_proof() -> None:
+    names = [
+        name
+        for path in sorted(SOURCE.rglob("*.py"))
+        for line in re.findall(r"^Proof (`.+`)\.$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", line)
+    ]
+    assert len(names) > 40
+    cells = re.findall(r"<tr><td><code>([^<]+)</code></td>", render_report(record()))
+    assert not set(names) - {name.strip() for cell in cells for name in cell.split(",")}
 
 
 JUDGED = {
@@ -385,25 +403,23 @@ def places_of_a_run(folder: Path) -> list[tuple[Any, ...]]:
 def test_no_value_of_a_strangers_run_is_obeyed(
     is_chosen: Callable[[tuple[Any, ...]], bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Values of its files are replaced by a text with tags, one at a time: the page shows it, or the command refuses
-    it.
+    """Values of its files are replaced by a text with tags, one at a time: the page shows it, or the file or line is
+    left out.
     """
-    shown = refused = 0
+    shown = left_out = 0
     for path in filter(is_chosen, places_of_a_run(tmp_path)):
         code = main(["report", str(written_run(tmp_path, path, HOSTILE))])
         said = capsys.readouterr().err
-        if code:
-            assert code == 2, (path, said)
-            assert "of another kind than Lockstep writes" in said, path
-            refused += 1
-            continue
+        assert code == 0, (path, said)
+        assert all(len(line) <= 500 for line in said.splitlines())
         page = (tmp_path / "report.html").read_text()
         text = checked(page).text
         assert "<script" not in page, path
         assert "<img" not in page, path
         shown += HOSTILE in text
+        left_out += "lockstep: left out, because it is damaged: " in said
     assert shown >= 5
-    assert refused >= 5
+    assert left_out >= 5
 
 
 def test_the_step_of_a_strangers_run_is_no_markup() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.errors import InputError
 from lockstep.extras.agents.web import Gateway
+from lockstep.files import append_line
 
 ROWS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"what is {i} + {i}"}]} for i in range(16)])
 # Making a client takes longer than a rollout of this model.
@@ -185,8 +187,21 @@ class TestRefusals:
             OpenAI(base_url=f"{urls[0]}/v1", api_key="x", max_retries=0).models.list()
 
 
+def fails_after(count: int) -> Any:
+    """`append_line` on a disk that is full after so many lines."""
+    written: list[Path] = []
+
+    def append(path: Path, line: str) -> None:
+        if len(written) == count:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        written.append(path)
+        append_line(path, line)
+
+    return append
+
+
 def test_the_command_writes_rollouts_with_their_ids_and_learns_nothing(
-    untied_dir: str, tmp_path: Path
+    untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "agent.py").write_text(
         "from openai import OpenAI\n"
@@ -228,4 +243,11 @@ def test_the_command_writes_rollouts_with_their_ids_and_learns_nothing(
         assert line["scores"] == {"agent": float(len(text) > line["row"]["least"])}
     # A file with rollouts is not overwritten.
     assert main(command) == 2
+    # A file that cannot be written is found first, and what was sampled before an error is kept.
+    first, later = str(words["rollouts_file"]), str(tmp_path / "later.jsonl")
+    assert main([word.replace(first, str(tmp_path / "none" / "x")) for word in command]) == 2
+    monkeypatch.setattr("lockstep.run.trainers.online._PART", 2)
+    monkeypatch.setattr("lockstep.extras.agents.gateway_command.append_line", fails_after(2))
+    assert main([word.replace(first, later) for word in command]) != 0
+    assert len(Path(later).read_text(encoding="utf-8").splitlines()) == 2
     assert main([word for word in command if word not in ("--agent", words["agent"])]) == 2

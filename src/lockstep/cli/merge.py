@@ -4,12 +4,13 @@ load.
 
 from __future__ import annotations
 
-import json
+from contextlib import ExitStack
 from pathlib import Path
 
 from lockstep.cli.help import WordParser
-from lockstep.errors import InputError, writing
+from lockstep.errors import InputError, foreign_errors, writing
 from lockstep.files import making_folder
+from lockstep.report.page.kinds import Reader, a_text, mapping
 from lockstep.safe_text import complain, say
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -38,7 +39,12 @@ def run(words: list[str]) -> int:
     from lockstep.cli.output import quiet_libraries
     from lockstep.progress import StatusLine, busy, watched_by
 
-    with watched_by(StatusLine()):
+    with watched_by(StatusLine()), ExitStack() as stack:
+        try:
+            made = stack.enter_context(making_folder(folder))
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", error)
+            raise InputError(f"{str(folder)[:200]} cannot be made ({why}); give another folder") from error
         with busy("loading PyTorch and transformers"):
             quiet_libraries()
             from transformers import AutoTokenizer
@@ -46,6 +52,8 @@ def run(words: list[str]) -> int:
             from lockstep.model_files import load_files
             from lockstep.models.adapters import BASE_FILE, load_adapted
             from lockstep.models.resolve import resolve_model
+        with foreign_errors(f"{adapter} has no usable tokenizer, copy its files from the base", InputError):
+            tokenizer = load_files(AutoTokenizer, str(adapter))
         with busy(f"loading {base}"):
             model, is_compared = load_adapted(resolve_model(base), adapter)
         if not is_compared:
@@ -56,10 +64,11 @@ def run(words: list[str]) -> int:
         with (
             busy(f"writing {folder}"),
             writing("the merged model", folder, lambda: "make room, and start the same command again"),
-            making_folder(folder) as made,
         ):
             model.merge_and_unload().save_pretrained(made)
-            load_files(AutoTokenizer, str(adapter)).save_pretrained(made)
+            tokenizer.save_pretrained(made)
+            # The folder gets its name.
+            stack.close()
     say(f"the merged model is in {folder}")
     return 0
 
@@ -73,7 +82,8 @@ def _base_of(adapter: Path) -> str:
     path = adapter / ADAPTER_CONFIG
     if not path.is_file():
         raise InputError(f"{adapter} has no {ADAPTER_CONFIG}: is it a checkpoint of a run with use_peft?")
-    try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} cannot be read ({error})") from error
+    files = Reader()
+    found = files.read(path, mapping({"base_model_name_or_path": a_text}))
+    if found is None:
+        raise InputError(f"an adapter's settings cannot be read: {files.left_out[0]}; copy the adapter again")
+    return str(found["base_model_name_or_path"])

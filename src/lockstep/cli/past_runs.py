@@ -20,20 +20,32 @@ The last lines of a training command: where its model is, and the commands that 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.cli.help import WordParser
 from lockstep.errors import InputError
-from lockstep.files import replace_text
+from lockstep.files import check_writable, replace_text
+from lockstep.report.page.kinds import Reader, mapping
 from lockstep.report.page.report import render_comparison, render_report
-from lockstep.report.page.run_record import METRICS, RECEIPT, REPORT, SETTINGS, files_of_a_run, read_run
+from lockstep.report.page.run_record import (
+    AFTER,
+    BEFORE,
+    METRICS,
+    RECEIPT,
+    REPORT,
+    SETTINGS,
+    files_of_a_run,
+    read_evaluation,
+    read_run,
+)
 from lockstep.report.sparkline import sparkline
-from lockstep.safe_text import is_secret_name, masked, say, without_secrets
+from lockstep.safe_text import complain, is_secret_name, masked, say, without_secrets
 
 # The curves, by metric, with their names.
 CURVES = {
@@ -57,12 +69,19 @@ class PastRun:
         settings: the settings that decide what the run learns.
         summary: empty if the run has not ended.
         steps: the lines of its steps in `metrics.jsonl`.
+        left_out: what of its files is damaged.
     """
 
     name: str
     settings: Mapping[str, Any]
     summary: Mapping[str, Any]
     steps: Sequence[Mapping[str, Any]]
+    left_out: Sequence[str] = ()
+
+
+def _say_left_out(parts: Iterable[str]) -> None:
+    for part in parts:
+        complain(f"lockstep: left out, because it is damaged: {part}")
 
 
 def compare_runs(words: list[str]) -> int:
@@ -74,11 +93,10 @@ def compare_runs(words: list[str]) -> int:
     parser = WordParser(prog="lockstep compare", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output directory of a run")
     named = parser.parse_args(words).runs
-    from lockstep.report.page.run_record import files_of_a_run
-
     with files_of_a_run(*map(Path, named)):
         runs = [read_past_run(Path(name)) for name in named]
         tables = sections(runs)
+    _say_left_out(part for one in runs for part in one.left_out)
     from rich.table import Table
 
     from lockstep.terminal import Terminal
@@ -104,22 +122,15 @@ def read_past_run(folder: Path) -> PastRun:
     Raises:
         InputError: the directory holds no run, or its settings cannot be read.
     """
-    from lockstep.report.page.run_record import read_run
-
-    record, path = read_run(folder), folder / SETTINGS
-    if not path.is_file() and not record.about:
-        raise InputError(f"{folder} has no {SETTINGS}: is it the output directory of a run?")
-    try:
-        settings = (
-            json.loads(path.read_text(encoding="utf-8"))
-            if path.is_file()
-            else record.about.get("settings", {})
-        )
-        if not isinstance(settings, dict):
-            raise ValueError("it holds no fields")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({error})") from error
-    return PastRun(str(folder), without_secrets(settings), record.summary, record.steps)
+    record, path, files = read_run(folder), folder / SETTINGS, Reader()
+    settings = files.read(path, mapping(), without_secrets)
+    if settings is None:
+        if files.left_out:
+            raise InputError(f"the settings of a run cannot be read: {files.left_out[0]}")
+        if not record.about:
+            raise InputError(f"{folder} has no {SETTINGS}: is it the output directory of a run?")
+        settings = record.about.get("settings", {})
+    return PastRun(str(folder), settings, record.summary, record.steps, record.left_out)
 
 
 def sections(runs: Sequence[PastRun]) -> dict[str, list[tuple[str, list[str]]]]:
@@ -174,7 +185,10 @@ def _said(settings: Mapping[str, Any], name: str) -> str:
 def _interval(when: str) -> Callable[[PastRun], str]:
     def cell(one: PastRun) -> str:
         key = f"eval_reward_{when}"
-        return f"{one.summary[key]:.3f} ± {one.summary[f'{key}_ci95']:.3f}" if key in one.summary else "–"
+        if key not in one.summary:
+            return "–"
+        interval = one.summary.get(f"{key}_ci95", math.nan)
+        return f"{one.summary[key]:.3f} ± {interval:.3f}"
 
     return cell
 
@@ -228,12 +242,13 @@ def report_again(words: list[str]) -> int:
             raise InputError(
                 f"{folder} is not the output directory of a run: it has neither {METRICS} nor {RECEIPT}"
             )
+    is_single = len(asked.runs) == 1
+    path = asked.output or (asked.runs[0] / REPORT if is_single else Path(_COMPARISON))
+    check_writable(path)
     with files_of_a_run(*asked.runs):
         records = [read_run(folder) for folder in asked.runs]
-        if len(records) == 1:
-            path, page = asked.output or asked.runs[0] / REPORT, render_report(records[0])
-        else:
-            path, page = asked.output or Path(_COMPARISON), render_comparison(records)
+        page = render_report(records[0]) if is_single else render_comparison(records)
+    _say_left_out(part for record in records for part in record.left_out)
     replace_text(path, page)
     say(str(path))
     return 0
@@ -262,10 +277,9 @@ def page_rollouts(words: list[str]) -> int:
     asked = parser.parse_args(words)
     if asked.best and asked.worst:
         raise InputError("give --best or --worst, not both")
-    from lockstep.report.page.run_record import files_of_a_run
-
+    left_out: list[str] = []
     with files_of_a_run(Path(asked.run)):
-        pages = list(read_pages(Path(asked.run), asked.step))
+        pages = list(read_pages(Path(asked.run), asked.step, left_out))
         if asked.text is not None:
             pages = [
                 page for page in pages if asked.text in page["prompt"] or asked.text in page["completion"]
@@ -273,6 +287,7 @@ def page_rollouts(words: list[str]) -> int:
         if asked.best or asked.worst:
             scored = [page for page in pages if page["reward"] is not None]
             pages = sorted(scored, key=lambda page: page["reward"], reverse=asked.best)
+    _say_left_out(left_out)
     if not pages:
         raise InputError(f"{asked.run} has no such rollouts")
     if sys.stdin.isatty() and sys.stdout.isatty():
@@ -286,32 +301,40 @@ def page_rollouts(words: list[str]) -> int:
     return 0
 
 
-def read_pages(folder: Path, step: int | None) -> Iterator[dict[str, Any]]:
+def read_pages(folder: Path, step: int | None, left_out: list[str]) -> Iterator[dict[str, Any]]:
     """One page per rollout:
 
     `title`, `prompt`, `completion`, `reward` (None: there is none), and `facts`, lines of text.
 
+    Args:
+        left_out: gets what of the files is damaged.
+
     Raises:
-        InputError: the directory holds no rollouts, or a file cannot be read.
+        InputError: the directory holds no rollouts.
     """
     if not folder.is_dir():
         raise InputError(f"{folder} is not a directory; give the output directory of a run")
     # pyarrow takes a third of a second; --help does not need it.
-    from lockstep.report.kept_rollouts import read_rollouts, rollout_files
+    from lockstep.report.kept_rollouts import check_steps, read_file, rollout_files
 
-    if rollout_files(folder):
-        for kept in read_rollouts(folder, None if step is None else [step]):
-            yield _page_of(kept)
+    if files := rollout_files(folder):
+        for _, path in files if step is None else check_steps(folder, files, [step]):
+            try:
+                yield from [_page_of(kept) for kept in read_file(path)]
+            except InputError as error:
+                left_out.append(str(error))
         return
     if step is not None:
         raise InputError(
             f"{folder} kept no rollouts of training; leave --step out to see those of its evaluations"
         )
-    found = [path for path in (folder / "before.json", folder / "after.json") if path.is_file()]
+    found = [path for path in (folder / BEFORE, folder / AFTER) if path.is_file()]
     if not found:
         raise InputError(f"{folder} holds no rollouts: neither rollouts/ nor an evaluation")
+    reader = Reader()
     for path in found:
-        yield from _pages_of_evaluation(path)
+        yield from _pages_of_evaluation(path, reader)
+    left_out += reader.left_out
 
 
 def _page_of(kept: Any) -> dict[str, Any]:
@@ -336,20 +359,16 @@ def _page_of(kept: Any) -> dict[str, Any]:
     }
 
 
-def _pages_of_evaluation(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        groups = json.loads(path.read_text(encoding="utf-8"))["rollouts"]
-        for group in groups:
-            for number, text in enumerate(group["completions"]):
-                yield {
-                    "title": f"evaluation {path.stem} training, sample {number}",
-                    "prompt": _conversation(group["prompt"]),
-                    "completion": text,
-                    "reward": group["rewards"][number],
-                    "facts": [],
-                }
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise InputError(f"{path} cannot be read ({error})") from error
+def _pages_of_evaluation(path: Path, files: Reader) -> Iterator[dict[str, Any]]:
+    for group in (read_evaluation(files, path) or {"rollouts": ()})["rollouts"]:
+        for number, (text, reward) in enumerate(zip(group["completions"], group["rewards"], strict=True)):
+            yield {
+                "title": f"evaluation {path.stem} training, sample {number}",
+                "prompt": _conversation(group["prompt"]),
+                "completion": text,
+                "reward": reward,
+                "facts": [],
+            }
 
 
 def _conversation(said: Any) -> str:

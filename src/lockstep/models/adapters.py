@@ -279,7 +279,7 @@ def read_base(folder: Path) -> Base | None:
         if not isinstance(getattr(torch, base.dtype), torch.dtype):
             raise ValueError(f"{base.dtype} is no dtype")
         return base
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} cannot be read ({first_line(error)}); copy the adapter again") from error
 
 

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, one_line
+from lockstep.report.page.kinds import Kind, a_prompt, mapping, messages, or_none
 
 FOLDER = "rollouts"
 # The key of a file's metadata under which the facts of its generation stand, as JSON.
@@ -32,7 +34,23 @@ PER_TOKEN = {
     "weight_versions": np.dtype(np.int32),
     "advantages": np.dtype(np.float32),
 }
-JSON_COLUMNS = ("prompt", "messages", "extra")
+JSON_COLUMNS: Mapping[str, Kind] = {
+    "prompt": a_prompt,
+    "messages": or_none(messages),
+    "extra": or_none(mapping()),
+}
+# The types of the others.
+_TYPES = {
+    **dict.fromkeys(("step", "sample", "branch"), pa.types.is_integer),
+    **dict.fromkeys(("prompt_id", "completion", "finish_reason", "failed"), pa.types.is_string),
+    **dict.fromkeys(("advantage", "reward"), pa.types.is_floating),
+    **dict.fromkeys(("finish_reasons", "turn_ends"), pa.types.is_list),
+}
+# The columns that have a value in every row.
+_WHOLE = (
+    "step", "sample", "branch", "prompt_id", "completion", "prompt", "prompt_ids", "completion_ids", "sampled",
+    "logprobs", "weight_versions",
+)  # fmt: skip
 # The columns of scores begin so, as the metrics of reward functions do.
 SCORE = "rewards/"
 
@@ -155,16 +173,22 @@ def read_rollouts(run: Path, steps: Iterable[int] | None = None) -> Iterator[Kep
         InputError: a file is damaged or is not of this format, or a step was asked for that is not there.
     """
     files = rollout_files(run)
-    if steps is not None:
-        by_step = dict(files)
-        wanted = list(steps)
-        if missing := [step for step in wanted if step not in by_step]:
-            raise InputError(
-                f"{run / FOLDER} has no rollouts of step {missing[0]}; it has those of {_steps(by_step)}"
-            )
-        files = [RolloutFile(step, by_step[step]) for step in wanted]
-    for _, path in files:
+    for _, path in files if steps is None else check_steps(run, files, steps):
         yield from read_file(path)
+
+
+def check_steps(run: Path, files: Sequence[RolloutFile], steps: Iterable[int]) -> list[RolloutFile]:
+    """The files of these steps.
+
+    Raises:
+        InputError: a step has no file.
+    """
+    by_step, wanted = dict(files), list(steps)
+    if missing := [step for step in wanted if step not in by_step]:
+        raise InputError(
+            f"{run / FOLDER} has no rollouts of step {missing[0]}; it has those of {_steps(by_step)}"
+        )
+    return [RolloutFile(step, by_step[step]) for step in wanted]
 
 
 def read_file(path: Path) -> Iterator[KeptRollout]:
@@ -176,21 +200,54 @@ def read_file(path: Path) -> Iterator[KeptRollout]:
     with _readable(path) as file:
         try:
             table = file.read()
+            _check_columns(table)
             arrays = {
                 name: _per_token(table[name].combine_chunks(), kind) for name, kind in PER_TOKEN.items()
             }
             plain = {name: table[name].to_pylist() for name in table.column_names if name not in PER_TOKEN}
-        except (pa.ArrowException, KeyError) as error:
+            for name, kind in JSON_COLUMNS.items():
+                plain[name] = [None if text is None else json.loads(text) for text in plain[name]]
+                if wrong := next((value for value in plain[name] if kind(value) is not None), None):
+                    raise TypeError(f"{name} is {str(wrong)[:40]}")
+        except (
+            pa.ArrowException,
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise InputError(
-                f"{path} is not a file of rollouts that this version can read ({error})"
+                f"{path} is not a file of rollouts that this version can read ({one_line(error)[:200]})"
             ) from error
     scores = {name.removeprefix(SCORE): plain.pop(name) for name in list(plain) if name.startswith(SCORE)}
-    for name in JSON_COLUMNS:
-        plain[name] = [None if text is None else json.loads(text) for text in plain[name]]
     plain["extra"] = [logged or {} for logged in plain["extra"]]
     for row in range(table.num_rows):
         fields = {name: values[row] for name, values in {**plain, **arrays}.items()}
         yield KeptRollout(**fields, scores={name: given[row] for name, given in scores.items()})
+
+
+def _check_columns(table: pa.Table) -> None:
+    """Check the columns' types, that no value is missing where one must be, and that arrays per id are of one length.
+
+    Raises:
+        TypeError, KeyError: they are not those that Lockstep writes.
+    """
+    scores = {name: pa.types.is_floating for name in table.column_names if name.startswith(SCORE)}
+    for name, is_right in {**_TYPES, **scores}.items():
+        if not is_right(table[name].type):
+            raise TypeError(f"{name} has the type {table[name].type}")
+    known = {*_TYPES, *scores, *PER_TOKEN, *JSON_COLUMNS}
+    if others := [name for name in table.column_names if name not in known]:
+        raise TypeError(f"{others[0]} is no column of it")
+    for name in _WHOLE:
+        if table[name].null_count:
+            raise TypeError(f"{name} lacks a value")
+    lengths = pc.list_value_length(table["completion_ids"])
+    for name in PER_TOKEN.keys() - {"prompt_ids"}:
+        own = pc.list_value_length(table[name])
+        if not pc.all(pc.fill_null(pc.equal(own, lengths), True)).as_py():
+            raise TypeError(f"{name} and completion_ids have different lengths")
 
 
 def _per_token(column: Any, kind: np.dtype[Any]) -> list[npt.NDArray[Any] | None]:
@@ -206,7 +263,9 @@ def _readable(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path)
     except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{path} cannot be read ({error}); delete it to go on without it") from error
+        raise InputError(
+            f"{path} cannot be read ({one_line(error)[:200]}); without it the others can be read"
+        ) from error
 
 
 def _steps(files: Iterable[int]) -> str:

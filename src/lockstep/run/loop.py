@@ -24,7 +24,7 @@ and scores like a generation, and learns nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from transformers import TrainerState
@@ -183,11 +183,14 @@ class TrainingLoop:
         self.watch.scored(groups)
         return groups
 
-    def rollout_in_parts(self, prompts: Sequence[Prompt], num_generations: int) -> list[RolloutGroup]:
-        """`rollout` of many prompts, a part at a time, as an evaluation needs it."""
-        size = max(_EVALUATION_PART // num_generations, 1)
+    def rollout_in_parts(
+        self, prompts: Sequence[Prompt], num_generations: int, completions: int = _EVALUATION_PART
+    ) -> Iterator[RolloutGroup]:
+        """`rollout` of many prompts, a part of so many completions at a time, as an evaluation needs it."""
+        size = max(completions // num_generations, 1)
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        return [group for part in parts for group in self.rollout(part, num_generations)]
+        for part in parts:
+            yield from self.rollout(part, num_generations)
 
     # ---- one optimizer step: learn, log ------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from lockstep.cli.fields import AdaptedRunArguments, check_inputs, read, said_of
 from lockstep.cli.training import load_config
 from lockstep.config.option import option
 from lockstep.errors import InputError
-from lockstep.files import replace_text
+from lockstep.files import append_line, check_writable
 from lockstep.progress import busy, watched_by
 from lockstep.safe_text import say
 
@@ -49,6 +49,7 @@ def run(words: list[str]) -> int:
             raise InputError("agent is not set; give --agent file.py:name or --agent_command 'COMMAND …'")
         if Path(about.rollouts_file).exists():
             raise InputError(f"{about.rollouts_file} exists; give another --rollouts_file")
+        check_writable(Path(about.rollouts_file))
     from lockstep.progress import StatusLine
 
     with watched_by(StatusLine()):
@@ -73,17 +74,17 @@ def _record(arguments: GatewayArguments, config: Any) -> int:
         trainer = GRPOTrainer(
             arguments.model_name_or_path, rewards or None, args=config, train_dataset=data.train, **acting
         )
+    path, groups, count = Path(arguments.rollouts_file), 0, 0
     try:
         with busy(f"making rollouts of {len(data.train)} rows", trainer.clock.progress):
-            groups = trainer.rollouts()
+            for group in trainer.each_rollout():
+                for line in lines_of(group):
+                    # Nothing that was sampled is lost to a column that is not JSON, such as a picture.
+                    append_line(path, json.dumps(line, ensure_ascii=False, default=kind_in_json))
+                groups, count = groups + 1, count + len(group.rollouts)
     finally:
         trainer.close()
-    # Nothing that was sampled is lost to a column that is not JSON, such as a picture.
-    found = [line for group in groups for line in lines_of(group)]
-    lines = [json.dumps(line, ensure_ascii=False, default=kind_in_json) for line in found]
-    replace_text(Path(arguments.rollouts_file), "".join(f"{line}\n" for line in lines))
-    made = f"{len(lines)} rollouts of {len(groups)} prompts"
-    say(f"lockstep gateway: {made} are in {arguments.rollouts_file}", flush=True)
+    say(f"lockstep gateway: {count} rollouts of {groups} prompts are in {path}", flush=True)
     return 0
 
 

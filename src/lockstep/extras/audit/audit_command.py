@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.cli.help import WordParser
 from lockstep.errors import InputError
-from lockstep.files import replace_text
+from lockstep.files import check_writable, replace_text
 from lockstep.safe_text import say
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def run(words: list[str]) -> int:
     if asked.max_tokens < 1:
         raise InputError(f"max_tokens is {asked.max_tokens}; it must be at least 1")
 
+    if asked.json:
+        check_writable(asked.json)
     from lockstep.extras.audit.dumps import read_dump
     from lockstep.progress import StatusLine, busy, watched_by
 

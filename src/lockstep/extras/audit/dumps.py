@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, one_line
+from lockstep.report.page.kinds import Kind, a_count, a_number, list_of, one_of, or_none
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,8 @@ def read_dump(path: Path) -> list[AuditedRollout]:
         name = f"{path.name}, row {number}"
         try:
             found.append(_read(name, row))
-        except (TypeError, ValueError, KeyError) as error:
-            raise InputError(f"{name}: {error}") from error
+        except (TypeError, ValueError, KeyError, OverflowError) as error:
+            raise InputError(f"{name}: {one_line(error)[:300]}") from error
     if not found:
         raise InputError(f"{path} holds no rollouts")
     return found
@@ -69,13 +70,32 @@ def read_dump(path: Path) -> list[AuditedRollout]:
 # ---- the columns of each program ---------------------------------------------------------------------------------
 
 
+# A log-prob may be NaN or infinite: `findings.py` says so.
+_a_value = or_none(one_of(int, float, bool))
+
+
+def _column(row: Row, name: str, kind: Kind) -> list[Any]:
+    """A column of a row, of which every entry must be of a kind.
+
+    Raises:
+        KeyError: there is no such column.
+        ValueError: an entry is of another kind.
+    """
+    wrong = list_of(kind)(row[name])
+    if wrong is not None:
+        raise ValueError(
+            f"{name} is no list of {'ids' if kind is a_count else 'numbers'} (entry {wrong or 0})"
+        )
+    return list(row[name])
+
+
 def _ids_and_logprobs(name: str, row: Row, logprobs: Sequence[str], masks: Sequence[str]) -> AuditedRollout:
-    completion = [int(i) for i in row["completion_ids"]]
-    mask = next((row[m] for m in masks if row.get(m) is not None), [1] * len(completion))
-    found = next((row[key] for key in logprobs if row.get(key) is not None), None)
+    completion = _column(row, "completion_ids", a_count)
+    mask = next((_column(row, m, _a_value) for m in masks if row.get(m) is not None), [1] * len(completion))
+    found = next((_column(row, key, _a_value) for key in logprobs if row.get(key) is not None), None)
     if found is None:
         raise ValueError(f"it has no log-probs ({' or '.join(logprobs)})")
-    return _whole(name, [int(i) for i in row["prompt_ids"]], completion, mask, found, _temperature(row))
+    return _whole(name, _column(row, "prompt_ids", a_count), completion, mask, found, _temperature(row))
 
 
 def _lockstep_or_trl(name: str, row: Row) -> AuditedRollout:
@@ -88,25 +108,33 @@ def _prime_rl(name: str, row: Row) -> AuditedRollout:
 
 
 def _verl(name: str, row: Row) -> AuditedRollout:
-    prompts, responses = list(row["prompts"]), list(row["responses"])
-    real = row.get("attention_mask")
+    prompts, responses = _column(row, "prompts", a_count), _column(row, "responses", a_count)
+    real = None if row.get("attention_mask") is None else _column(row, "attention_mask", _a_value)
     if real is None or len(real) != len(prompts) + len(responses):
         raise ValueError("attention_mask must cover prompts and responses: it says which ids are padding")
     kept = np.asarray(real[len(prompts) :], dtype=bool)
-    mask = np.asarray(row.get("response_mask", kept), dtype=bool)
-    logprobs = np.asarray(row["rollout_log_probs"], dtype=float)
+    given = "response_mask" in row
+    mask = np.asarray(_column(row, "response_mask", _a_value) if given else kept, dtype=bool)
+    logprobs = np.asarray(_column(row, "rollout_log_probs", _a_value), dtype=float)
     if not len(kept) == len(mask) == len(logprobs):
         raise ValueError("responses, response_mask and rollout_log_probs must have the same length")
-    prompt = [int(i) for i, own in zip(prompts, real, strict=False) if own]
-    completion = [int(i) for i, own in zip(responses, kept, strict=True) if own]
+    prompt = [i for i, own in zip(prompts, real, strict=False) if own]
+    completion = [i for i, own in zip(responses, kept, strict=True) if own]
     return _whole(name, prompt, completion, mask[kept], logprobs[kept], _temperature(row))
 
 
 def _openrlhf(name: str, row: Row) -> AuditedRollout:
-    ids = [int(i) for i in row["sequences"]]
-    real = np.asarray(row.get("attention_mask", [1] * len(ids)), dtype=bool)
+    ids = _column(row, "sequences", a_count)
+    given = "attention_mask" in row
+    real = np.asarray(_column(row, "attention_mask", _a_value) if given else [1] * len(ids), dtype=bool)
     # Both stand one place before their token, as the log-probs of a forward do.
-    action, logprobs = (_at_tokens(row[key], len(ids)) for key in ("action_mask", "rollout_log_probs"))
+    action, logprobs = (
+        _at_tokens(_column(row, key, _a_value), len(ids)) for key in ("action_mask", "rollout_log_probs")
+    )
+    if not len(ids) == len(real) == len(action) == len(logprobs):
+        raise ValueError(
+            "sequences, attention_mask, action_mask and rollout_log_probs must have the same length"
+        )
     mask = action[real] > 0
     kept, logprobs = [i for i, own in zip(ids, real, strict=True) if own], logprobs[real]
     if not mask.any():
@@ -130,12 +158,14 @@ FORMATS: dict[str, tuple[tuple[str, ...], Callable[[str, Row], AuditedRollout]]]
 
 
 def _read(name: str, row: Row) -> AuditedRollout:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"it is a {type(row).__name__}, and must be a mapping from columns to values")
     for columns, reader in FORMATS.values():
         if all(row.get(column) is not None for column in columns):
             return reader(name, row)
     needed = "; ".join(f"{program}: {', '.join(columns)}" for program, (columns, _) in FORMATS.items())
     raise InputError(
-        f"{name} has the columns {', '.join(row) or 'none'}, which are of no known program ({needed})"
+        f"{name} has the columns {', '.join(map(str, row))[:150] or 'none'}, which are of no known program ({needed})"
     )
 
 
@@ -155,7 +185,11 @@ def _whole(
 
 def _temperature(row: Row) -> float | None:
     value = row.get("temperature")
-    return None if value is None else float(value)
+    if value is None:
+        return None
+    if a_number(value) is not None or value <= 0:
+        raise ValueError(f"temperature is {str(value)[:40]}; it must be a number above 0")
+    return float(value)
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
@@ -184,8 +218,10 @@ def _rows(path: Path) -> Iterator[Row]:
             # Not `splitlines`: a text may contain other ends of lines than "\n", such as U+2028.
             with path.open(encoding="utf-8", newline="\n") as lines:
                 yield from (json.loads(line) for line in lines if line.strip())
+    except RecursionError as error:
+        raise InputError(f"{path} cannot be read: it is nested too deeply") from error
     except (ValueError, OSError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
+        raise InputError(f"{path} cannot be read: {one_line(error)[:300]}") from error
 
 
 def _of_json(content: Any) -> Iterator[Row]:

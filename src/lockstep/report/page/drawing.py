@@ -217,7 +217,7 @@ def _ticks(low: float, high: float, *, whole: bool = False) -> list[tuple[float,
 
 def number(value: float, digits: int = 6) -> str:
     """A number in few characters, with at most `digits` digits."""
-    if value and not 1e-3 <= abs(value) < 1e5:
+    if value and math.isfinite(value) and not 1e-3 <= abs(value) < 1e5:
         leading, _, power = f"{value:.2e}".partition("e")
         return f"{float(leading):g}e{int(power)}"
     return f"{value:.{digits}g}"

@@ -20,7 +20,7 @@ from lockstep.report.page.drawing import charts_of, charts_of_several, number
 from lockstep.report.page.markup import NOTHING, Html, html, together
 from lockstep.report.page.proofs import failure_section, proofs_section
 from lockstep.report.page.rollouts import evaluations_section, training_section, turns_section
-from lockstep.report.page.run_record import Line, RunRecord, closest, largest_gaps
+from lockstep.report.page.run_record import RECEIPT, Line, RunRecord, closest, largest_gaps
 from lockstep.report.page.style import STYLE
 
 LARGEST = 1_000_000
@@ -95,6 +95,8 @@ def verdict_of(run: RunRecord) -> Verdict:
         line = f"Interrupted ({end.get('signal', 'a signal')}) after step {end['step']}{of}"
         return Verdict("near", line, f"{passed}. The run can go on from its last checkpoint.")
     if end.get("ended") == "finished":
+        if any(RECEIPT in part for part in run.left_out):
+            return Verdict("bad", f"Finished after {steps} steps, but its receipt is damaged", f"{passed}.")
         unproven = run.summary.get("parity", {}).get("failed", 0)
         if unproven or not proven:
             return Verdict(
@@ -119,6 +121,9 @@ def _before_rollouts(run: RunRecord) -> Html:
     sections = [
         html("<h1>{}</h1><p><small>{}</small></p>", title_of(run), _subtitle(run)),
         html("<p class='verdict {}'>{}<small>{}</small></p>", *verdict),
+        together(
+            html("<p class='said'>Left out, because it is damaged: {}.</p>", part) for part in run.left_out
+        ),
         failure_section(run),
         _alarms(run),
         _tiles(run),

@@ -165,7 +165,11 @@ def _branch(branch: Line, title: str, room: int) -> Html:
             parts.append(html(inserted, "inserted", _cut(span["text"], _CHARACTERS)))
             continue
         turn += 1
-        tokens, gaps, advantages = span["tokens"], span.get("gaps"), span.get("advantages")
+        tokens, gaps, advantages = (
+            span["tokens"],
+            _with_nan(span.get("gaps")),
+            _with_nan(span.get("advantages")),
+        )
         about = [f"turn {turn}, sampled: {len(tokens)} tokens"]
         if gaps:
             about.append(f"largest gap {max(map(abs, gaps)):.1e}")
@@ -180,6 +184,11 @@ def _branch(branch: Line, title: str, room: int) -> Html:
         parts.append(html("<small>{}</small><pre class='sampled'>{}</pre>", ", ".join(about), marked))
     more = f"; {left} more ids are not shown" if left else ""
     return html("<div>{}<small>ends with: {}{}</small></div>", together(parts), branch["finish_reason"], more)
+
+
+def _with_nan(values: Sequence[float | None] | None) -> list[float]:
+    """Values per token with NaN where the file has null; empty if they are not known."""
+    return [math.nan if value is None else value for value in values or ()]
 
 
 def _token(text: str, gap: float | None, advantage: float | None) -> Html:

@@ -1,6 +1,7 @@
 """Reads the files of a run for its report, and what its receipt says about the gap.
 
-Reads the files of a run for its report. Missing and damaged files are left out: a run that was killed has a report too.
+Missing files are left out: a run that was killed has a report too. Damaged ones, and damaged lines of logs, are left
+out too, and `RunRecord.left_out` names them.
 
 What a run's receipt says about the gap and its limits: over which tokens a figure was judged, and which came closest.
 
@@ -11,20 +12,35 @@ were judged.
 
 from __future__ import annotations
 
-import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lockstep.errors import InputError, LockstepError
+from lockstep.errors import InputError, LockstepError, one_line
 from lockstep.report.alarms import LINE
 from lockstep.report.kept_rollouts import rollout_files
+from lockstep.report.page.kinds import (
+    Kind,
+    Reader,
+    a_count,
+    a_figure,
+    a_number,
+    a_prompt,
+    a_text,
+    a_truth,
+    anything,
+    list_of,
+    mapping,
+    or_none,
+)
 from lockstep.safe_text import without_secrets
 
 Line = dict[str, Any]
@@ -46,6 +62,7 @@ class RunRecord:
         summary: `summary.json`; empty before the end.
         before, after: the evaluations before and after training; None if there was none.
         rewards: rewards of the training rollouts that are kept, by step.
+        left_out: files, and lines of files, that are damaged, each with the reason.
     """
 
     folder: Path
@@ -58,6 +75,7 @@ class RunRecord:
     before: Line | None = None
     after: Line | None = None
     rewards: dict[int, list[float]] = field(default_factory=dict)
+    left_out: Sequence[str] = ()
 
     @property
     def steps(self) -> list[Line]:
@@ -121,34 +139,169 @@ def files_of_a_run(*folders: Path) -> Iterator[None]:
         ) from error
 
 
-def read_run(folder: Path) -> RunRecord:
-    """The record of a run."""
-    return RunRecord(
-        folder,
-        # An earlier version wrote them as they were.
-        without_secrets(_read(folder / ABOUT)),
-        without_secrets(_read(folder / END), by_name=False),
-        [with_nan(line) for line in read_lines(folder / METRICS)],
-        read_lines(folder / RECEIPT),
-        read_lines(folder / SHOWN),
-        with_nan(_read(folder / SUMMARY)),
-        _evaluation(folder / BEFORE),
-        _evaluation(folder / AFTER),
-        _rewards(folder),
+# ---- the kinds of the values in the files ---------------------------------------------------------------------------
+
+# Metrics that a page or a table reads. A user's own ones may be of any kind.
+_FIGURES = re.compile(
+    r"loss|loss/value|reward|kl|objective/kl|entropy|grad_norm|learning_rate|frac_reward_zero_std"
+    r"|clip_ratio.*|eval_reward.*|(time|rewards|parity|completions|sampling)/.*"
+)
+_LOG = mapping({"step": a_count}, others=lambda name: a_figure if _FIGURES.fullmatch(name) else anything)
+_MODULE = mapping({"name": a_text, "error": a_number})
+_FIGURES_OF_A_GAP = mapping(others=lambda name: a_number)
+_JUDGED = mapping(
+    dict.fromkeys(("tokens", "mean_abs_gap", "mean_allowed", "k3", "k3_allowed"), a_number),
+    others=lambda name: a_number,
+)
+_TEXTS = ("signal", "error", "message", "check", "found", "cause", "fix")
+
+
+def _of_a_gap(value: Any) -> str | None:
+    is_gap = isinstance(value, dict) and "max_abs_gap" in value and "tokens" in value
+    return _FIGURES_OF_A_GAP(value) if is_gap else None
+
+
+_STEP = mapping(
+    {"step": a_count, "checked_tokens": a_count}
+    | dict.fromkeys(("sum_abs_gap", "max_abs_gap", "sum_k3"), a_number),
+    {
+        **dict.fromkeys(("sampled_tokens", "stale_tokens", "aside_tokens"), a_count),
+        "max_allowed": a_number,
+        "worst_module": _MODULE,
+        "worst_request": a_text,
+        "judged": _JUDGED,
+        "waiting": mapping({"tokens": a_count}),
+    },
+    others=lambda name: _of_a_gap,
+)
+# By the kind of the receipt's line.
+_ENTRIES: dict[str, Kind] = {
+    "start": mapping(
+        given={
+            "step": a_count,
+            "limits": mapping(others=lambda name: a_number),
+            "canary": mapping({"max_abs_gap": a_number}),
+            "worst_module": _MODULE,
+            "modules": mapping(given={"probed": a_count}),
+        }
+    ),
+    "step": _STEP,
+    "unproven": mapping({"proof": a_text, "why": a_text}),
+    "hooks": mapping({"taken": list_of(a_text)}),
+    LINE: mapping({"step": a_count, "text": a_text}),
+}
+
+
+def _entry(value: Any) -> str | None:
+    wrong = mapping({"kind": a_text})(value)
+    return _ENTRIES.get(value["kind"], anything)(value) if wrong is None else wrong
+
+
+def _span(value: Any) -> str | None:
+    per_token = or_none(list_of(a_figure))
+    sampled = {"tokens": list_of(a_text), "finish_reason": or_none(a_text)}
+    if isinstance(value, dict) and "text" in value:
+        return mapping({"text": a_text})(value)
+    wrong = mapping(sampled, {"gaps": per_token, "advantages": per_token})(value)
+    if wrong is not None:
+        return wrong
+    short = (
+        name
+        for name in ("gaps", "advantages")
+        if len(value.get(name) or value["tokens"]) != len(value["tokens"])
+    )
+    return next(short, None)
+
+
+_BRANCH = mapping(
+    {"prompt": a_text, "finish_reason": or_none(a_text), "spans": list_of(_span)}, {"left_out": a_count}
+)
+_ROLLOUT = mapping(
+    {
+        "name": a_text,
+        "reward": a_figure,
+        "failed": or_none(a_text),
+        "finish_reasons": list_of(or_none(a_text)),
+        "calls": list_of(a_text),
+        "branches": list_of(_BRANCH),
+    },
+    {"images": list_of(anything)},
+)
+_SHOWN = mapping(
+    {"step": a_count, "rewards": list_of(a_figure), "rollouts": list_of(_ROLLOUT)}, {"failed": a_truth}
+)
+
+
+def _group(value: Any) -> str | None:
+    needed = {"prompt": a_prompt, "completions": list_of(a_text), "rewards": list_of(a_figure)}
+    wrong = mapping(needed, {"images": or_none(list_of(anything))})(value)
+    is_whole = wrong is not None or len(value["rewards"]) == len(value["completions"])
+    return wrong if is_whole else "rewards"
+
+
+_EVALUATION = mapping(
+    {"metrics": mapping(others=lambda name: a_figure), "rollouts": list_of(_group)},
+    {"turns": list_of(_ROLLOUT)},
+)
+_SUMMARY = mapping(
+    {
+        "parity": mapping(
+            dict.fromkeys(("checked_tokens", "failed", "mean_abs_gap", "max_abs_gap"), a_number),
+            {"closest_to_limit": mapping({"text": a_text})},
+        ),
+        "wall_s": a_number,
+        "tokens_per_s": a_number,
+    },
+    others=lambda name: a_figure if name.startswith("eval_") else anything,
+)
+_ABOUT = mapping(
+    given={
+        **dict.fromkeys(("method", "model", "started"), a_text),
+        "name": or_none(a_text),
+        "max_steps": a_number,
+        "chosen": list_of(a_text),
+        **dict.fromkeys(("settings", "rows", "data", "versions", "machine", "engine"), mapping()),
+    }
+)
+
+
+def _end(value: Any) -> str | None:
+    needed = {"ended": a_text, "step": a_count}
+    if isinstance(value, dict) and "check" in value:
+        needed |= dict.fromkeys(("found", "cause", "fix"), a_text)
+    return mapping(needed, {**dict.fromkeys(_TEXTS, a_text), "max_steps": a_number, "seconds": a_number})(
+        value
     )
 
 
+def read_run(folder: Path) -> RunRecord:
+    """The record of a run."""
+    files = Reader()
+    return RunRecord(
+        folder,
+        # An earlier version wrote them as they were.
+        files.read(folder / ABOUT, _ABOUT, without_secrets) or {},
+        files.read(folder / END, _end, partial(without_secrets, by_name=False)) or {},
+        files.read_lines(folder / METRICS, _LOG, with_nan),
+        files.read_lines(folder / RECEIPT, _entry),
+        files.read_lines(folder / SHOWN, _SHOWN),
+        files.read(folder / SUMMARY, _SUMMARY, with_nan) or {},
+        read_evaluation(files, folder / BEFORE),
+        read_evaluation(files, folder / AFTER),
+        _rewards(files, folder),
+        tuple(files.left_out),
+    )
+
+
+def read_evaluation(files: Reader, path: Path) -> Line | None:
+    """An evaluation before or after training; None if there is no file, or if it is left out."""
+    found: Line | None = files.read(path, _EVALUATION)
+    return {**found, "metrics": with_nan(found["metrics"])} if found else None
+
+
 def read_lines(path: Path) -> list[Line]:
-    """Entries of a `.jsonl` file; an empty list if there is no file. A line that a kill cut short is left out."""
-    found = []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            found.append(entry)
-    return found
+    """Entries of a `.jsonl` file; an empty list if there is no file. Lines that are no mappings are left out."""
+    return Reader().read_lines(path, mapping())
 
 
 def with_nan(figures: Line) -> Line:
@@ -156,30 +309,19 @@ def with_nan(figures: Line) -> Line:
     return {name: math.nan if value is None else value for name, value in figures.items()}
 
 
-def _read(path: Path) -> Line:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _evaluation(path: Path) -> Line | None:
-    found = _read(path)
-    whole = isinstance(found.get("metrics"), dict) and isinstance(found.get("rollouts"), list)
-    return {**found, "metrics": with_nan(found["metrics"])} if whole else None
-
-
-def _rewards(folder: Path) -> dict[int, list[float]]:
+def _rewards(files: Reader, folder: Path) -> dict[int, list[float]]:
     """Rewards of the first, a middle and the last step that is kept."""
-    files = rollout_files(folder)
+    kept = rollout_files(folder)
     found = {}
-    for step, path in dict(files[i] for i in {0, len(files) // 2, len(files) - 1} if files).items():
+    for step, path in dict(kept[i] for i in {0, len(kept) // 2, len(kept) - 1} if kept).items():
         try:
-            table = pq.read_table(path, columns=["branch", "reward"]).to_pydict()
-        except (OSError, pa.ArrowException):
+            table = pq.read_table(path, columns=["branch", "reward"])
+            if not pa.types.is_floating(table.schema.field("reward").type):
+                raise TypeError("rewards are not numbers")
+        except (OSError, pa.ArrowException, LookupError, TypeError, ValueError) as error:
+            files.left_out.append(f"{path} ({one_line(error)[:80]})")
             continue
-        rewards = zip(table["branch"], table["reward"], strict=True)
+        rewards = zip(table["branch"].to_pylist(), table["reward"].to_pylist(), strict=True)
         found[step] = [reward for branch, reward in rewards if branch == 0 and reward is not None]
     return dict(sorted(found.items()))
 

@@ -42,7 +42,7 @@ def evaluate(
         digest: gives the digest of the set's rows (`data_digest`), on the rank that holds the engine.
     """
     count, version, seed = loop.config.group_size_eval, loop.state().global_step, loop.config.seed
-    groups = loop.rollout_in_parts(prompts, count)
+    groups = list(loop.rollout_in_parts(prompts, count))
     every, policy = sequences_of(groups, version), loop.policy()
     sequences = every if needs_scores(loop.objective) else drawn_sequences(every, version, seed)
     scored = loop.preparation.scores(policy, sequences)

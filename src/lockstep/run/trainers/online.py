@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -94,6 +94,8 @@ from lockstep.watch.settings import SettingsProof
 # A rank waits for the rank with the engine this many times as long as a generation may take. The longest wait is for
 # a generation that is lost and repeated.
 _LONGEST_CALL = 12
+# Completions that `each_rollout` asks for at a time: enough for an engine to be busy.
+_PART = 256
 
 
 Config = TypeVar("Config", bound=OnlineConfig)
@@ -547,8 +549,12 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
 
     def rollouts(self) -> list[RolloutGroup]:
         """Scored rollouts of all training prompts, by the policy as it is. Nothing is learned."""
+        return list(self.each_rollout())
+
+    def each_rollout(self) -> Iterator[RolloutGroup]:
+        """`rollouts`, each group as soon as its part of some hundred completions is scored."""
         self.take_weights()
-        return self.loop.rollout_in_parts(self._train_prompts, self.config.group_size)
+        yield from self.loop.rollout_in_parts(self._train_prompts, self.config.group_size, _PART)
 
     # ---- evaluation, logs, checkpoints ------------------------------------------------------------------------------
 
