@@ -289,8 +289,7 @@ class Inbox:
             elif time.monotonic() >= deadline and not (self._waiting or self._error or self._closed):
                 raise LockstepError(
                     f"the engine got no request for {wait:.0f} s, and {self._waits_for()} has not ended: "
-                    f"something other than "
-                    "the engine takes longer than the time limit"
+                    "something other than the engine takes longer than the time limit"
                 )
         return False
 
@@ -472,8 +471,7 @@ def check_limits(sampling: Sampling, limits: Mapping[str, int]) -> None:
             fewer = "" if name == "end_ids" else "name fewer, or "
             raise InputError(
                 f"{what.format(number)}; the engine takes at most {most} per request (vLLM's second model "
-                f"runner, which it uses "
-                f"on GPUs): {fewer}{advice}"
+                f"runner, which it uses on GPUs): {fewer}{advice}"
             )
 
 
@@ -610,8 +608,7 @@ def check_answer(
         raise ProofError(
             "version",
             f"request {request.key} has tokens sampled at versions {sorted(set(spans))}; the versions that "
-            f"were pushed are "
-            f"{order}",
+            f"were pushed are {order}",
             "the engine was restarted, or a program other than this trainer updated its weights",
             "let one trainer own the engine, and push the weights again",
         )
@@ -629,7 +626,7 @@ def _check_pictures(request: GenerationRequest, answer: Completion) -> None:
         raise ProofError(
             "echo",
             f"request {request.key}: the engine used {len(used)} pictures, which are not the {len(asked)} "
-            f"that were sent",
+            "that were sent",
             "the pictures of two requests were exchanged, or the engine takes no pictures and dropped them",
             "use an engine that takes pictures (docs/guides/images.md); otherwise report this error with its message",
         )
@@ -688,8 +685,7 @@ def check_kept_ids(sampling: Sampling, answer: Completion, vocab_size: int | Non
     if not sizes.all() or sizes.max() > sampling.max_kept_ids:
         raise InputError(
             f"request {answer.key}: the filters kept more than max_kept_ids={sampling.max_kept_ids} ids for "
-            f"one token. Set top_k "
-            "too, which bounds the sets, or raise max_kept_ids"
+            "one token. Set top_k too, which bounds the sets, or raise max_kept_ids"
         )
     _check_ids(answer, kept, vocab_size)
     _check_rules(sampling, answer, kept)
@@ -730,6 +726,6 @@ def _kept_ids_error(answer: Completion, found: str) -> ProofError:
         f"request {answer.key} {found}",
         "the engine did not apply the filters of the request, lost its record of the kept ids, or mixed up requests",
         "start the engine as Lockstep starts it, on vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0); "
-        "if it was started so, "
-        "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
+        "if it was started so, this is a defect of the engine or of its adapter: do not train on it; report "
+        "it with this message",
     )

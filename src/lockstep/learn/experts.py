@@ -174,6 +174,5 @@ def check_routers(model: PreTrainedModel) -> None:
             return
     raise InputError(
         f"the auxiliary loss of {type(model).__name__}'s routers is not the usual one of a mixture of "
-        f"experts, and is not "
-        "supported; set router_aux_loss_coef=0 to train without it"
+        "experts, and is not supported; set router_aux_loss_coef=0 to train without it"
     )

@@ -358,8 +358,7 @@ def completion_rules(rules: IdRules, sequence: TrainingSequence) -> CompletionRu
     if inserted and (names := rules.sampling.counting_fields):
         raise InputError(
             f"completion {sequence.name} has ids that were not sampled; {' and '.join(names)} can be used "
-            f"with completions of one "
-            "call only: leave them out of runs with tools or interruptions"
+            "with completions of one call only: leave them out of runs with tools or interruptions"
         )
     return rules.of(sequence.prompt_ids, sequence.completion_ids, sequence.sampled)
 

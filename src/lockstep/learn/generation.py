@@ -109,9 +109,8 @@ def score_all(
             evidence.tokens(pack.sequences, pack.column("behaviour_logps"), scores.logps, scores=found)
         elif not bool(torch.isfinite(scores.logps).all()):
             raise InputError(
-                "the reference model, or the policy after an optimizer step, gives a sampled token no finite "
-                "log-prob; look at its "
-                "weights and dtype, and at grad_norm"
+                "the reference model, or the policy after an optimizer step, gives a sampled token no "
+                "finite log-prob; look at its weights and dtype, and at grad_norm"
             )
         for by_name, values in (
             (logps, scores.logps),

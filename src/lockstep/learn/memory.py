@@ -748,19 +748,17 @@ def check_memory(config: OnlineConfig, given: RunModels) -> None:
     for part in memory.parts:
         if part.least > part.size:
             raise InputError(
-                f"vLLM does not fit into its share of {room.name}: the share has {in_gib(part.size)}, and the "
-                f"engine's weights "
-                f"alone have {in_gib(part.least)}. Raise vllm_gpu_memory_utilization, set "
-                f"vllm_tensor_parallel_size to split the "
-                "engine, or start 'lockstep serve' on other devices and set vllm_mode: server"
+                f"vLLM does not fit into its share of {room.name}: the share has {in_gib(part.size)}, and "
+                f"the engine's weights alone have {in_gib(part.least)}. Raise vllm_gpu_memory_utilization, "
+                "set vllm_tensor_parallel_size to split the engine, or start 'lockstep serve' on other "
+                "devices and set vllm_mode: server"
             )
     needed, first = f"{in_gib(memory.exact())} ({memory})", "What to change, what saves most first:"
     if room.beyond is not None and memory.exact(mapped=False) > room.size + room.beyond:
         changes = changes_of(config, given, replace(memory, activations=None), room)
         raise InputError(
-            f"the run does not fit into the memory of {room.name}: before any activations it needs {needed}, "
-            f"and there are "
-            f"{in_gib(room.size)}. {first} {changes}"
+            f"the run does not fit into the memory of {room.name}: before any activations it needs "
+            f"{needed}, and there are {in_gib(room.size)}. {first} {changes}"
         )
     unknown = f"; not counted: {', '.join(memory.unknown)}" if memory.unknown else ""
     more = "" if memory.activations is None else f"; activations need about {in_gib(memory.activations)} more"

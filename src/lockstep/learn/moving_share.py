@@ -74,14 +74,13 @@ def check_steps_move(policy: PreTrainedModel, args: OnlineConfig, alarms: Alarms
         return
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained}))
     found = (
-        f"one step at learning_rate={args.learning_rate:g} can move {share:.2%} of the trained weights: they "
-        f"are held in {dtypes}, "
-        "and a change of less than half the distance to the next such number is rounded away"
+        f"one step at learning_rate={args.learning_rate:g} can move {share:.2%} of the trained weights: "
+        f"they are held in {dtypes}, and a change of less than half the distance to the next such number is "
+        "rounded away"
     )
     cure = (
         "leave dtype out of model_init_kwargs, so that weights are float32 (bf16=True still computes in "
-        "bfloat16), or raise "
-        "learning_rate"
+        "bfloat16), or raise learning_rate"
     )
     if share < REFUSED_BELOW:
         raise InputError(f"{found}. Nothing would be learned; {cure}")

@@ -103,8 +103,7 @@ def open_policy(
     if not args.disable_dropout and (found := modules_with_dropout(policy)):
         raise InputError(
             f"disable_dropout=False: {found[0]} has dropout, and the policy that is trained must be the one "
-            f"that sampled; leave "
-            "disable_dropout out"
+            "that sampled; leave disable_dropout out"
         )
     switch_off_dropout(policy)
     _adopt_attention(causal_model(policy), args)
@@ -128,9 +127,8 @@ def _freeze_vision_tower(policy: PreTrainedModel) -> None:
         part.requires_grad_(False)
     if not any(p.requires_grad for p in policy.parameters()):
         raise InputError(
-            "freeze_vision_tower leaves nothing to train: the adapter is in the vision tower alone; leave it "
-            "out, or give "
-            "peft_config modules of the language part"
+            "freeze_vision_tower leaves nothing to train: the adapter is in the vision tower alone; leave "
+            "it out, or give peft_config modules of the language part"
         )
 
 
@@ -148,9 +146,8 @@ def _tell_of_flash(asked: str, args: OnlineConfig) -> None:
     if args.process_index == 0:
         advice = "" if args.device.type == "cpu" else "; flex_attention is the fast one for them on a GPU"
         _logger.warning(
-            f"attn_implementation={asked} becomes sdpa, which computes the same attention: completions share "
-            f"their prompt "
-            f"in a pack, and FlashAttention has no mask for that{advice}"
+            f"attn_implementation={asked} becomes sdpa, which computes the same attention: completions "
+            f"share their prompt in a pack, and FlashAttention has no mask for that{advice}"
         )
 
 
@@ -259,8 +256,7 @@ def _check_base_is_reference(policy: PreTrainedModel) -> None:
     if base:
         raise InputError(
             f"{base[0]} is trained beside the adapter, so that the model without its adapter would not stay "
-            f"the reference; use "
-            "bias='none', or give ref_model"
+            "the reference; use bias='none', or give ref_model"
         )
     probe = torch.arange(8, device=inner.device)[None] % inner.get_input_embeddings().weight.shape[0]
     with without_adapter(policy):
@@ -269,7 +265,6 @@ def _check_base_is_reference(policy: PreTrainedModel) -> None:
     if REFERENCE not in policy.peft_config and not torch.allclose(before, now, rtol=1e-3, atol=1e-3):
         raise InputError(
             "the adapter is not at its start (it has been trained, or init_lora_weights moves the base), so "
-            "that the model without "
-            f"it is not the policy that training begins from; give ref_model, or a frozen copy of the adapter "
-            f"named {REFERENCE!r}"
+            "that the model without it is not the policy that training begins from; give ref_model, or a "
+            f"frozen copy of the adapter named {REFERENCE!r}"
         )

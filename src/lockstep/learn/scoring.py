@@ -73,8 +73,7 @@ def check_scorable(model: PreTrainedModel) -> None:
     ):
         raise InputError(
             f"the model's config has attn_logit_softcapping={cap}, and its attention "
-            f"{config._attn_implementation!r} does not cap "
-            "scores here; leave attn_implementation out"
+            f"{config._attn_implementation!r} does not cap scores here; leave attn_implementation out"
         )
     attends_in_trees = not keeps_state(model.config) and model._supports_attention_backend
     if attends_in_trees and config._attn_implementation not in ("sdpa", TREE, FLEX):

@@ -117,16 +117,14 @@ def add_adapter(model: PreTrainedModel, peft_config: Any, *, seed: int = 0) -> A
     if not isinstance(peft_config, peft.LoraConfig) or peft_config.peft_type != peft.PeftType.LORA:
         raise InputError(
             f"peft_config is a {type(peft_config).__name__}, which is not supported (nor is any "
-            f"prompt-learning): only LoRA's "
-            "weights can be merged for an engine; give a peft.LoraConfig"
+            "prompt-learning): only LoRA's weights can be merged for an engine; give a peft.LoraConfig"
         )
     if getattr(peft_config, "layer_replication", None):
         raise InputError("layer_replication is not supported: the engine's model has no copies of layers")
     if is_adapted(model):
         raise InputError(
             "the model has an adapter already, and peft_config asks for another: leave peft_config out to "
-            "train the existing one, "
-            "or merge it, save the model and give its directory"
+            "train the existing one, or merge it, save the model and give its directory"
         )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -305,13 +303,11 @@ def load_adapted(base: str, adapter: Path) -> tuple[Any, bool]:
     model = _load_base(base, about)
     if about is not None and (found := base_digest(model)) != about.digest:
         raise InputError(
-            f"adapter {adapter} was trained on another base than {base}: the digest of its base's weights is "
-            f"{about.digest}, and "
-            f"that of {base} is {found}. If the base was changed in memory before the training (for example "
-            f"an earlier adapter was "
-            "merged), make it again, save it with save_pretrained and give its directory with --base; "
-            "otherwise give the base's "
-            "old files with --base"
+            f"adapter {adapter} was trained on another base than {base}: the digest of its base's weights "
+            f"is {about.digest}, and that of {base} is {found}. If the base was changed in memory before "
+            "the training (for example an earlier adapter was merged), make it again, save it with "
+            "save_pretrained and give its directory with --base; otherwise give the base's old files with "
+            "--base"
         )
     try:
         adapted, report = load_adapter(model, str(adapter))

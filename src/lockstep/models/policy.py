@@ -101,9 +101,8 @@ def check_finite(name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> N
     bad = [label for label, pair in bounds.items() if not bool(pair.isfinite().all())]
     if bad:
         raise InputError(
-            f"{name} has weights that are NaN or infinite, in {listed(bad)}: they were saved so, or the files "
-            f"are damaged; give "
-            "another copy of it"
+            f"{name} has weights that are NaN or infinite, in {listed(bad)}: they were saved so, or the "
+            "files are damaged; give another copy of it"
         )
 
 
@@ -194,14 +193,12 @@ def check_init_kwargs(model_init_kwargs: Mapping[str, Any]) -> None:
     if model_init_kwargs.get("trust_remote_code"):
         raise InputError(
             f"model_init_kwargs.trust_remote_code={model_init_kwargs['trust_remote_code']!r} is not "
-            f"supported, only False is: code "
-            "that comes with a model is not run"
+            "supported, only False is: code that comes with a model is not run"
         )
     if not model_init_kwargs.get("weights_only", True):
         raise InputError(
             "model_init_kwargs.weights_only=False is not supported: it unpickles whatever the files of the "
-            "weights contain, which "
-            "runs code; leave it out"
+            "weights contain, which runs code; leave it out"
         )
 
 

@@ -31,14 +31,13 @@ def check_quantization(config: Any, peft_config: Any) -> None:
     if isinstance(config, Mapping):
         raise InputError(
             f"quantization_config={dict(config)} is a mapping, which is not supported: on the command line "
-            f"set use_peft and "
-            "load_in_4bit instead (only 4 bits are supported); in Python give the trainer "
+            "set use_peft and load_in_4bit instead (only 4 bits are supported); in Python give the trainer "
             "quantization_config=BitsAndBytesConfig(load_in_4bit=True) and a peft_config"
         )
     if not getattr(config, "load_in_4bit", False):
         raise InputError(
-            f"quantization_config is a {type(config).__name__} that does not load in 4 bits, which is not supported: "
-            "give a BitsAndBytesConfig(load_in_4bit=True), or leave it out"
+            f"quantization_config is a {type(config).__name__} that does not load in 4 bits, which is not "
+            "supported: give a BitsAndBytesConfig(load_in_4bit=True), or leave it out"
         )
     if peft_config is None:
         raise InputError(
@@ -93,7 +92,7 @@ def _quant_state(parameter: Any) -> Any:
     if getattr(parameter.quant_state, "packing_format_for_cpu", False):
         raise InputError(
             "the model's 4-bit weights are packed for inference (it was run in eval mode before), and no "
-            "gradient passes through "
-            "them: give the trainer the model's name and a quantization_config, or a model that was not run yet"
+            "gradient passes through them: give the trainer the model's name and a quantization_config, or "
+            "a model that was not run yet"
         )
     return parameter.quant_state

@@ -37,8 +37,7 @@ def resolve_model(name: str) -> str:
             # transformers would load the adapter too, and vLLM would not.
             raise InputError(
                 f"{path} holds an adapter (adapter_config.json), not a whole model: make one with 'lockstep "
-                f"merge {path} FOLDER', "
-                "and give FOLDER"
+                f"merge {path} FOLDER', and give FOLDER"
             )
         if not (path / "config.json").is_file():
             raise InputError(

@@ -58,8 +58,8 @@ class RewardModel:
         if outputs != 1:
             raise InputError(
                 f"reward model {self.__name__} is a {type(model).__name__} with {outputs} outputs; a reward "
-                f"model is a sequence "
-                "classifier with one output (AutoModelForSequenceClassification, num_labels=1)"
+                "model is a sequence classifier with one output (AutoModelForSequenceClassification, "
+                "num_labels=1)"
             )
         if tokenizer.pad_token_id is None:
             if tokenizer.eos_token_id is None:
@@ -113,8 +113,7 @@ class RewardModel:
         if tuple(logits.shape) != (len(rows), 1):
             raise InputError(
                 f"reward model {self.__name__} ({type(self.model).__name__}) returned logits of shape "
-                f"{tuple(logits.shape)}, not "
-                f"({len(rows)}, 1): give a sequence classifier with one output"
+                f"{tuple(logits.shape)}, not ({len(rows)}, 1): give a sequence classifier with one output"
             )
         return logits[:, 0].float().tolist()
 
@@ -128,7 +127,7 @@ class RewardModel:
         if self.tokenizer.chat_template is None:
             raise InputError(
                 f"prompts are messages but the tokenizer of reward model {self.__name__} has no chat "
-                f"template; give prompts as text"
+                "template; give prompts as text"
             )
         try:
             return self.tokenizer.apply_chat_template(
@@ -144,9 +143,8 @@ class RewardModel:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and longest > limit:
             raise InputError(
-                f"reward model {self.__name__} reads {limit} tokens; prompt and completion have {longest} of "
-                f"its tokens: lower "
-                "max_completion_length or leave out long prompts"
+                f"reward model {self.__name__} reads {limit} tokens; prompt and completion have {longest} "
+                "of its tokens: lower max_completion_length or leave out long prompts"
             )
         if not shortest:
             raise InputError(

@@ -63,9 +63,8 @@ def adopt_flex_attention(model: PreTrainedModel, device: torch.device, dtype: to
     """
     if device.type == "cpu":
         raise InputError(
-            f"attn_implementation is {ASKED!r}, which PyTorch cannot train with on a CPU: leave it out (packs "
-            f"are attended to "
-            "tree by tree then, docs/internals/training.md)"
+            f"attn_implementation is {ASKED!r}, which PyTorch cannot train with on a CPU: leave it out "
+            "(packs are attended to tree by tree then, docs/internals/training.md)"
         )
     config = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -161,8 +160,7 @@ def prove_flex_attention(
             raise ProofError(
                 "attention",
                 f"FlexAttention is {', '.join(f'{found[name]:.1e} ({name})' for name in found)} from SDPA "
-                f"over a tree of {size} "
-                f"tokens in {dtype}, and may be {limit:.1e}",
+                f"over a tree of {size} tokens in {dtype}, and may be {limit:.1e}",
                 "PyTorch's kernel for this GPU is wrong, or computes in a dtype of its own",
                 "leave attn_implementation out; if PyTorch is the newest, report it there",
             )
@@ -183,8 +181,8 @@ def _distances(
     except (RuntimeError, NotImplementedError, ValueError) as error:
         # PyTorch's compiler and kernels have no narrower error types in common.
         raise InputError(
-            f"attn_implementation is {ASKED!r}, which does not run on {device} in {dtype} with heads of {width}: "
-            f"{str(error).strip()[:400]}; leave it out"
+            f"attn_implementation is {ASKED!r}, which does not run on {device} in {dtype} with heads of "
+            f"{width}: {str(error).strip()[:400]}; leave it out"
         ) from error
     right = _with_gradients(
         partial(_sdpa, attn_mask=mask, enable_gqa=True), [p.float() for p in parts], of.float()
@@ -236,8 +234,8 @@ def never_plain(compiled: _Attention) -> _Attention:
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:
                 raise LockstepError(
                     f"PyTorch has compiled FlexAttention for {MOST_VARIANTS} kinds of input in this process "
-                    f"and compiles no more: "
-                    "leave attn_implementation out, or train fewer models in one process"
+                    "and compiles no more: leave attn_implementation out, or train fewer models in one "
+                    "process"
                 ) from error
 
     return attend

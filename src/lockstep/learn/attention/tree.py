@@ -221,8 +221,8 @@ def check_nothing_added(
     own = own or ("a mask of its own" if attention_mask is None or attention_mask.numel() else "")
     if own:
         raise InputError(
-            f"{type(module).__name__} gives its attention {own}, which packed sequences cannot be trained with; "
-            "use another model, or set its dropout to 0"
+            f"{type(module).__name__} gives its attention {own}, which packed sequences cannot be trained "
+            "with; use another model, or set its dropout to 0"
         )
 
 

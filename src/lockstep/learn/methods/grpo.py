@@ -168,8 +168,8 @@ class GRPOConfig(GroupConfig):
         said = None
         if level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
             said = (
-                f"loss_type={loss} sums tokens, which weights each sequence by its completion length; "
-                f"GSPO is loss_type=grpo"
+                f"loss_type={loss} sums tokens, which weights each sequence by its completion length; GSPO "
+                "is loss_type=grpo"
             )
         elif level != "sequence" and loss == "luspo":
             said = "LUSPO's paper has ratios per completion: importance_sampling_level=sequence"
