@@ -46,8 +46,7 @@ class Errands:
 
     Python lets only the main thread handle signals, and many objects, such as a connection to SQLite, belong to the
     thread that made them. Therefore plain tools and environments run in the thread that calls the engine, as reward
-    functions do. That thread does the work between two steps of the engine, in the order in which it came. Any thread
-    hands it in.
+    functions do. That thread does the work between two steps of the engine, in order. Any thread hands it in.
 
     Attributes:
         changed: notified about each piece of work. An inbox waits on it for requests and for work together.
@@ -197,10 +196,7 @@ class Inbox:
             self._changed.notify_all()
 
     def stop(self, error: BaseException) -> None:
-        """End the generation: the engine drops all of its requests and raises this error.
-
-        Only the first call counts.
-        """
+        """End the generation: the engine drops its requests and raises this error. Only the first call counts."""
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -208,8 +204,7 @@ class Inbox:
         self.begun.set()
 
     def settle(self) -> None:
-        """Wait until the programs that got answers have made their next requests, if these depend on nothing but the
-        answers.
+        """Wait until programs that got answers have made their next requests, if these depend on the answers alone.
 
         An engine calls it after it has given answers and before its next step, so that the same answers lead to the
         same batches.
@@ -227,13 +222,12 @@ class Inbox:
 
     @contextmanager
     def taken(self, working: int | None, wait: float) -> Iterator[list[GenerationRequest] | None]:
-        """The requests that came since the last call, in order; None if all requests are answered and no more will
-        come.
+        """The requests that came since the last call, in order; None if all are answered and no more will come.
 
         Args:
-            working: number of requests that the engine is working on. If it is 0, the call waits for the next
-                request. None: servers work on the requests, and the call waits for a new request, a request that was
-                given up, or the end.
+            working: number of requests that the engine is working on. If it is 0, the call waits for the next request.
+                None: servers work on the requests, and the call waits for a new request, a request that was given up,
+                or the end.
             wait: seconds to wait for a request while no other request is open, if the inbox has no `patience` of its
                 own.
 
@@ -294,9 +288,7 @@ class Inbox:
         return False
 
     def now(self) -> float:
-        """Seconds of a clock that stands still while the engine's thread works for programs: for the limits of
-        requests.
-        """
+        """Seconds of a clock that stands still while the engine's thread works for programs, for limits of requests."""
         return time.monotonic() - self._errands.seconds
 
     def given_up(self) -> list[RequestKey]:
@@ -616,11 +608,7 @@ def check_answer(
 
 
 def _check_pictures(request: GenerationRequest, answer: Completion) -> None:
-    """Check that the engine used the pictures of the request.
-
-    Raises:
-        ProofError: the engine used other pictures, or none.
-    """
+    """Check that the engine used the pictures of the request."""
     asked, used = (p.digests if p is not None else () for p in (request.pictures, answer.pictures))
     if asked != used:
         raise ProofError(

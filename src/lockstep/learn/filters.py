@@ -1,16 +1,12 @@
-"""The rules of a sampling distribution that follow from token ids, and their form for the rows of a pack.
+"""The part of a sampling distribution that follows from token ids alone: moves of logits, and bans.
 
-The part of a sampling distribution that follows from token ids alone: penalties and biases move logits, bans take ids
-away.
+Penalties and biases move logits, bans take ids away. The trainer computes this part again from the ids of whole
+completions. The order of the steps is that of `contract/distribution.py`, which does the same for one token. Positions
+are counted in sampled tokens: position t is that of the token after the first t sampled ones.
 
-The trainer computes this part again from the ids of whole completions, and applies it to a pack. The order of the
-steps is that of `contract/distribution.py`, which does the same for one token: first the bans (grammar, allowed ids,
-bad words, end tokens before `min_tokens`), then the biases, then the penalties. Positions are counted in sampled
-tokens: position t is that of the token after the first t sampled ones.
-
-`RowRules` are these rules for the rows of a pack: made from a pack, and applied to whole logits, one chunk of rows at
-a time. With kept ids they are applied to the logits of these ids alone. A row is what predicts a token: a node of the
-pack's tree, and the length of the prompt, because branches of two prompts may share a node.
+`RowRules` applies the rules to the rows of a pack, one chunk of whole logits at a time; with kept ids they are applied
+to the logits of these ids alone. A row is what predicts a token: a node of the pack's tree, and the length of the
+prompt, because branches of two prompts may share a node.
 """
 
 from __future__ import annotations
@@ -81,10 +77,9 @@ class IdRules:
     """Which penalties, biases and bans a run applies, by the ids so far.
 
     Args:
-        sampling: the distribution of every request.
         vocabulary: V, the number of logits.
         end_ids: ids that end a completion (`tokens/chat.py`).
-        grammars: compiles the grammar of `sampling`. It is needed only if there is one.
+        grammars: compiles the grammar of `sampling`, if there is one.
     """
 
     sampling: Sampling
@@ -135,21 +130,13 @@ class IdRules:
     def of_run(
         cls, sampling: Sampling, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     ) -> IdRules:
-        """The rules of a run.
-
-        Raises:
-            InputError: there is a grammar, and xgrammar is not installed.
-        """
+        """The rules of a run."""
         vocabulary, ends = embedding_rows(model), end_ids(model, tokenizer)
         grammars = GrammarCompiler(tokenizer, vocabulary, ends) if sampling.grammar is not None else None
         return cls(sampling, vocabulary, ends, grammars)
 
     def of(self, prompt_ids: Ids, completion_ids: Ids, sampled: Flags | None = None) -> CompletionRules:
-        """The rules of one completion.
-
-        Args:
-            sampled: (C,) bool, whether each of `completion_ids` was sampled; None: true for all ids.
-        """
+        """The rules of one completion; `sampled` as in `CompletionRules`."""
         return CompletionRules(self, np.asarray(prompt_ids), np.asarray(completion_ids), sampled)
 
 
@@ -274,9 +261,7 @@ class Edits:
     """Changes of the whole logits of a chunk of R rows.
 
     Attributes:
-        sampling: the run's settings.
         rows, ids: (E,) places of the moved logits.
-        moves: how they are moved.
         banned: (R, V) bool, the ids that cannot be sampled; None: no id is banned.
     """
 
@@ -299,16 +284,11 @@ class RowRules:
     """The rules for the rows of several completions.
 
     Args:
-        rules: the rules of the run.
-        sequences: the completions.
         owners: (R,) the completion of each row.
         positions: (R,) how many ids of that completion were sampled before the row's token.
 
     Attributes:
         support: (R,) number of ids that can be sampled in each row. A chunk's edits fill it in.
-
-    Raises:
-        InputError: a completion has inserted ids, and a rule counts the sampled ones.
     """
 
     def __init__(
@@ -349,11 +329,7 @@ class RowRules:
 
 
 def completion_rules(rules: IdRules, sequence: TrainingSequence) -> CompletionRules:
-    """The rules of a sequence's completion.
-
-    Raises:
-        InputError: the completion has inserted ids, and a rule counts the sampled ones.
-    """
+    """The rules of a sequence's completion. Ids that were inserted are refused where a rule counts the sampled ones."""
     inserted = sequence.sampled is not None and not sequence.sampled.all()
     if inserted and (names := rules.sampling.counting_fields):
         raise InputError(

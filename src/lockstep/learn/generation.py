@@ -1,9 +1,4 @@
-"""One generation: from scored groups to the micro-batches that learn from it, with the forwards that come before the
-first step.
-
-A forward without gradient over whole sequences: before a generation's first step, for a reference model, and for
-evaluations.
-"""
+"""One generation: from scored groups to micro-batches, with the forwards that come before its first step."""
 
 from __future__ import annotations
 
@@ -91,8 +86,8 @@ def score_all(
 
     Args:
         evidence: empty; what the proofs keep.
-        measure: whether to measure the gap to the engine's log-probs, and the draws. False for weights that the
-            engine did not sample with: those of a reference model, or of a policy that has moved since.
+        measure: whether to measure the gap to the engine's log-probs, and the draws. False for weights that the engine
+            did not sample with: those of a reference model, or of a policy that has moved since.
 
     Raises:
         ProofError: a log-prob of the policy is not finite, or a proof of drawn tokens fails.
@@ -137,8 +132,7 @@ class Generation:
     """Scored groups and the sequences to learn from.
 
     Attributes:
-        version: weight version that the engine held when the generation was taken. Without staleness it sampled every
-            token.
+        version: weight version that the engine held when the generation was taken.
         groups: the rollouts, by prompt.
         micro_batches: lists of sequences, in the order of groups, samples and branches. The micro-batches of one
             optimizer step are adjacent, and within a step so are those of one rank.
@@ -155,9 +149,7 @@ class Generation:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens that the engine sampled, counted in the engine's answers and not in the training
-        sequences.
-        """
+        """Number of tokens that the engine sampled, counted in its answers and not in the training sequences."""
         return sum(len(c.sampled_versions) for c in self.completions)
 
     @property
@@ -187,10 +179,7 @@ class Generation:
         return tuple(group.prompt.prompt_id for group in self.groups)
 
     def step(self, index: int, size: int) -> list[TrainingSequence]:
-        """Sequences of one optimizer step of this generation.
-
-        `size` is the step's number of micro-batches over all ranks.
-        """
+        """Sequences of one optimizer step. `size` is the step's number of micro-batches over all ranks."""
         return [s for batch in self.micro_batches[index * size : (index + 1) * size] for s in batch]
 
     def of_rank(self, index: int, size: int, ranks: Ranks) -> Sequence[Sequence[TrainingSequence]]:
@@ -199,9 +188,7 @@ class Generation:
         return self.micro_batches[first : first + size]
 
     def with_step(self, index: int, size: int, sequences: Sequence[TrainingSequence]) -> Generation:
-        """A copy of the generation in which the sequences of one optimizer step are replaced by others with the same
-        names.
-        """
+        """A copy in which the sequences of one optimizer step are replaced by others with the same names."""
         by_name = {s.name: s for s in sequences}
         first, end = index * size, (index + 1) * size
         batches = tuple(
@@ -211,7 +198,7 @@ class Generation:
         return replace(self, micro_batches=batches)
 
     def changed(self, change: Callable[[TrainingSequence], TrainingSequence]) -> Generation:
-        """A copy of the generation in which each sequence is replaced by `change(sequence)`."""
+        """A copy in which each sequence is replaced by `change(sequence)`."""
         batches = tuple(tuple(change(s) for s in batch) for batch in self.micro_batches)
         return replace(self, micro_batches=batches)
 
@@ -219,12 +206,11 @@ class Generation:
 def drawn_rollouts(groups: int, size: int, tokens: int, seed: int, number: int) -> list[list[int]]:
     """The places, within each group of a generation, of the rollouts that are verified whatever their rewards are.
 
-    The choice does not depend on what was sampled. Otherwise the draws proof could not bet on the tokens. Every
-    rollout is drawn with the same probability. Among a few generations in a row, all drawn rollouts are in one
-    generation. They are whole groups, because the rollouts of a group share a prompt, and a part of one more group.
+    The choice does not depend on what was sampled. Otherwise the draws proof could not bet on the tokens. Every rollout
+    is drawn with the same probability. Among a few generations in a row, all drawn rollouts are in one generation. They
+    are whole groups, because the rollouts of a group share a prompt, and a part of one more group.
 
     Args:
-        groups: number of groups.
         size: rollouts of a group.
         tokens: how many tokens a rollout may have.
         seed: of the run.
@@ -248,8 +234,7 @@ def branches_of(groups: Sequence[RolloutGroup]) -> list[Completion]:
 
 
 def sequences_of(groups: Sequence[RolloutGroup], version: int) -> list[TrainingSequence]:
-    """One sequence per branch with sampled tokens, in the order of groups, samples and branches, without advantages
-    and weights.
+    """One sequence per branch with sampled tokens, in the order of groups, samples and branches, without advantages.
 
     Args:
         version: weight version that will learn from them first.
@@ -283,8 +268,8 @@ def prepare_generation(
 ) -> Generation:
     """Advantages, loss weights and micro-batches of a generation.
 
-    Weights are normalised over each whole optimizer step, for any number of micro-batches and ranks. A rollout has
-    one weight, which all of its branches share. A rollout in which nothing was sampled counts like a masked one.
+    Weights are normalised over each whole optimizer step, for any number of micro-batches and ranks. A rollout has one
+    weight, which all of its branches share. A rollout in which nothing was sampled counts like a masked one.
 
     Args:
         sequences: the sequences of the groups, with the log-probs that the method needs; None: made from the groups.
@@ -325,11 +310,7 @@ def prepare_generation(
 
 
 class Preparation:
-    """Makes generations from scored groups.
-
-    Args:
-        reference: the reference model; None if the method uses none.
-    """
+    """Makes generations from scored groups. Every rank calls its methods."""
 
     def __init__(
         self,
@@ -345,7 +326,7 @@ class Preparation:
     def generation(
         self, policy: Policy, groups: Sequence[RolloutGroup], version: int
     ) -> tuple[Generation, AllScores | None, list[TrainingSequence]]:
-        """A generation to learn from. Every rank calls this.
+        """A generation to learn from.
 
         Args:
             policy: the current policy, before the generation's first step.
@@ -402,7 +383,7 @@ class Preparation:
     def step(
         self, policy: Policy, sequences: Sequence[TrainingSequence], *, moved: bool
     ) -> list[TrainingSequence]:
-        """Sequences of one optimizer step, over all ranks, just before its first forward. Every rank calls this.
+        """Sequences of one optimizer step, over all ranks, just before its first forward.
 
         Args:
             moved: whether the policy has changed since the generation was prepared.
@@ -429,15 +410,12 @@ class Preparation:
         groups: Sequence[RolloutGroup],
         version: int,
     ) -> Scores:
-        """The reference model's log-probs, by name of the sequence. Every rank calls this.
+        """The reference model's log-probs, by name of the sequence.
 
         Args:
             groups: those of the sequences.
             version: weight version of the policy, which draws the completion whose log-probs are computed a second
                 time.
-
-        Raises:
-            ProofError: the second time gives other log-probs.
         """
         assert self._reference is not None
         with self._clock.phase("reference"), self._reference.model() as model:
@@ -447,22 +425,13 @@ class Preparation:
             return scores
 
     def _to_be_scored(self, sequence: TrainingSequence) -> TrainingSequence:
-        """Drop old log-probs of a sequence with a gradient: the policy stays the same until the step, whose forward
-        gives them.
-        """
+        """Drop old log-probs of a sequence with a gradient: the forward of the first step gives them."""
         return sequence.but(old_logps=None) if self._objective.has_gradient(sequence) else sequence
 
     def scores(
         self, policy: Policy, sequences: Sequence[TrainingSequence], *, measure: bool = True
     ) -> AllScores:
-        """Scores of sequences under the current policy. Every rank calls this.
-
-        Args:
-            measure: as in `score_all`.
-
-        Raises:
-            ProofError: a log-prob is not finite.
-        """
+        """Scores of sequences under the current policy; `measure` as in `score_all`."""
         with self._clock.phase("verify"):
             return self._score(policy, sequences, measure=measure)
 

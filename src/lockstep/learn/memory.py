@@ -1,8 +1,7 @@
 """The memory of a run: counted before the model is loaded, said in one line, and refused where it cannot fit.
 
-The shapes come from the model's config: the same classes that load the policy make it without memory (device `meta`).
-Weights, gradients, moments, reference and engine are exact counts of bytes. Activations are an estimate.
-`docs/internals/training.md` says what is counted, and what is not.
+The same classes that load the policy make it without memory (device `meta`). Weights, gradients, moments, reference and
+engine are exact counts of bytes; activations are an estimate (docs/internals/training.md).
 """
 
 from __future__ import annotations
@@ -70,13 +69,7 @@ def sizes_of(tensors: Iterable[torch.Tensor]) -> list[TensorSize]:
 
 
 def weight_bytes(model: torch.nn.Module, ranks: int = 1) -> int:
-    """Bytes of a model's parameters and buffers on one rank.
-
-    Parameters of bitsandbytes are 4-bit codes and their scales.
-
-    Args:
-        ranks: number of ranks over which the parameters are cut; buffers are whole on each.
-    """
+    """Bytes of a model's parameters and buffers on one rank, if the parameters alone are cut over `ranks`."""
     plain = [p for p in model.parameters() if not is_quantised(p)]
     codes = sum(_code_bytes(p) for p in model.parameters() if is_quantised(p))
     return (
@@ -98,17 +91,13 @@ def _code_bytes(parameter: Any) -> int:
 
 
 def moment_bytes(trained: Iterable[TensorSize], kind: Any, arguments: Mapping[str, Any]) -> int:
-    """Bytes that an optimizer keeps between two steps.
+    """Bytes that an optimizer keeps between two steps. It raises what the optimizer raises without memory.
 
     The optimizer takes a step on tensors without memory, one of each size, so that every optimizer's own rule holds.
 
     Args:
         trained: sizes of the trained parameters.
-        kind: the optimizer's class.
-        arguments: of its constructor.
-
-    Raises:
-        Exception: the optimizer cannot compute without memory.
+        kind, arguments: the optimizer's class, and the arguments of its constructor.
     """
     # PyTorch's fused kernels exist on real devices only. They keep the same state.
     own = {name: value for name, value in arguments.items() if name != "fused"}
@@ -130,7 +119,6 @@ def engine_weight_bytes(
 
     Args:
         model: the base model, without an adapter.
-        dtype: the engine's dtype.
         quantization: vLLM's name of the scheme in which it holds linear layers in 8 bits; None: in `dtype`.
         vllm: whether vLLM holds them, or transformers.
     """
@@ -158,9 +146,7 @@ def engine_weight_bytes(
 
 
 def adapter_bytes(adapted: torch.nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the places that vLLM keeps for one adapter (`vllm_enable_lora`): two factors per layer, of its next
-    larger rank.
-    """
+    """Bytes that vLLM keeps for one adapter (`vllm_enable_lora`): two factors per layer, of its next larger rank."""
     total = 0
     for name, parameter in adapted.named_parameters():
         if ".lora_A." in name or ".lora_B." in name:
@@ -179,12 +165,9 @@ class LayerShape:
     """Sizes of a language model that decide what its activations need.
 
     Attributes:
-        layers: number of layers.
-        hidden: width of the hidden states.
         queries, keys: heads × their width.
         inner: width inside the feed-forward part, or inside one expert.
         experts: number of experts per token; 0: none.
-        vocabulary: rows of the output head.
         normed_heads: whether queries and keys have norms of their own.
         products: elements of the weights of one layer's products, without experts.
     """
@@ -233,12 +216,12 @@ class Pass:
 
     Attributes:
         positions: largest number of positions of a pack.
-        stream: bytes per number of the hidden states between the layers: of the weights' dtype.
+        stream: bytes per number of the hidden states between the layers.
         computed: bytes per number in products: 2 with bf16.
         chunk: rows of logits in memory at a time.
         checkpointing: whether the backward computes each layer again.
-        room: bytes that layers may keep before later layers keep only their products (`learn/recomputation.py`);
-            None: no layer computes anything again by itself.
+        room: bytes that layers may keep before later layers keep only their products (`learn/recomputation.py`); None:
+            no layer computes anything again by itself.
     """
 
     positions: int
@@ -312,8 +295,7 @@ def kept_per_position(shape: LayerShape, work: Pass) -> int:
 def empty_base(path: str, config: OnlineConfig, quantization_config: Any = None) -> PreTrainedModel:
     """The policy's base model as `models/policy.py` would load it, on the device `meta`.
 
-    Raises:
-        Exception: the files or the arguments do not describe a model. Loading it says what is wrong.
+    It raises many kinds of errors if the files or the arguments do not describe a model. Loading it says what is wrong.
     """
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     wanted, quantization_config = (
@@ -364,7 +346,6 @@ class Room:
     """The memory of a device.
 
     Attributes:
-        device: the device.
         name: as messages name it.
         size: in bytes.
         beyond: bytes of swap, which a run can use slowly; None: its size is not known.
@@ -382,9 +363,7 @@ class Room:
 
 
 def room_of(device: torch.device) -> Room:
-    """The memory of the trainer's device: of the whole GPU, or of the machine within the limits of its control
-    groups.
-    """
+    """The memory of the whole GPU, or of the machine within the limits of its control groups."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return Room(device, f"{device} ({properties.name})", properties.total_memory)
@@ -402,12 +381,7 @@ def room_of(device: torch.device) -> Room:
 def group_limits(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> Iterator[tuple[Any, Any]]:
-    """The limits of memory and of swap of every control group that this process is in; infinite where there is none.
-
-    Args:
-        root: where the groups are mounted.
-        own: the file that names the groups of this process.
-    """
+    """The limits of memory and of swap of every control group that this process is in; infinite where there is none."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -443,7 +417,6 @@ class Part:
     """One part of the memory of a run.
 
     Attributes:
-        name: as messages name it.
         size: in bytes.
         when: whether it exists always, only while the trainer learns, or only while the engine samples.
         mapped: whether it may be a view of the model's files, which the system can drop and read again.
@@ -465,8 +438,7 @@ class RunMemory:
 
     Attributes:
         parts: what is counted exactly.
-        activations: an estimate of what a forward and its backward need beside the parts; None: the family is not
-            known.
+        activations: an estimate for a forward and its backward, beside the parts; None: the family is not known.
         unknown: what could not be counted.
     """
 
@@ -475,11 +447,7 @@ class RunMemory:
     unknown: tuple[str, ...] = ()
 
     def exact(self, *, mapped: bool = True) -> int:
-        """Bytes of the parts that exist at the same time: while the trainer learns, or while the engine samples.
-
-        Args:
-            mapped: whether to count what may be a view of files.
-        """
+        """Bytes of the parts that exist at one time; without `mapped`, what may be a view of files does not count."""
         counted = [part for part in self.parts if mapped or not part.mapped]
         return max(
             sum(p.size for p in counted if p.when in ("always", when)) for when in (LEARNING, SAMPLING)
@@ -525,12 +493,10 @@ class RunModels:
 
     Attributes:
         model: name, directory or hub id of the policy, or the loaded model.
-        peft_config, quantization_config, ref_model: arguments of the trainer.
         rewards: reward functions, and names or models of reward models.
         uses_reference: whether the method needs a reference model.
         make_critic: makes the value head for a policy; returns None if the method has none.
-        own_optimizer: whether the program makes the optimizer itself.
-        own_engine: whether the program has started the engine itself.
+        own_optimizer, own_engine: whether the program makes them itself.
     """
 
     model: str | PreTrainedModel
@@ -545,15 +511,9 @@ class RunModels:
 
 
 def memory_of_run(config: OnlineConfig, given: RunModels, room: Room) -> RunMemory:
-    """The memory that a run needs on the trainer's device.
+    """The memory that a run needs on the trainer's device; on a CPU, that of all its processes on this machine.
 
-    On a CPU, that is the memory of all its processes on this machine.
-
-    Args:
-        room: the memory of the device, of which vLLM takes a share on a GPU.
-
-    Raises:
-        Exception: the model's files or the arguments do not describe a model.
+    It raises what `empty_base` raises.
     """
     # Processes on one machine share its memory. Each has a GPU of its own.
     copies = 1 if room.on_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -599,11 +559,7 @@ def memory_of_run(config: OnlineConfig, given: RunModels, room: Room) -> RunMemo
 
 
 def pass_of(config: OnlineConfig, model: PreTrainedModel, room: Room) -> Pass:
-    """The largest forward and backward of a run.
-
-    Args:
-        model: the base model, for the dtype of its weights.
-    """
+    """The largest forward and backward of a run. `model` is the base model, for the dtype of its weights."""
     limits = [n for n in (config.context_limit, context_length(model.config)) if n is not None]
     budget = config.token_budget or max(usual_token_budgets())
     # A pack has at most the completions of a micro-batch. A sequence that is longer than the budget is a pack alone.
@@ -620,9 +576,7 @@ def pass_of(config: OnlineConfig, model: PreTrainedModel, room: Room) -> Pass:
 
 
 def _models(path: str, config: OnlineConfig, given: RunModels) -> tuple[PreTrainedModel, torch.nn.Module]:
-    """The base model that engines load, and the policy that is trained: both without memory, unless a loaded policy
-    was given.
-    """
+    """The base model that engines load, and the policy: both without memory, unless a loaded policy was given."""
     if not isinstance(given.model, str):
         base = causal_model(given.model) if not is_adapted(given.model) else empty_base(path, config)
         return base, given.model

@@ -34,12 +34,9 @@ _BOUNDED = ("adamw_torch", "adamw_bnb", "adamw_8bit", "lion", "paged_adamw", "pa
 
 
 def moving_share(parameters: Iterable[torch.Tensor], step: float) -> float:
-    """Share of elements that change when `step` is added to or taken from them, in their own dtype; 1 if there are
-    none.
+    """Share of elements that change if `step` is added or taken away in their own dtype; 1 if there are none.
 
-    Args:
-        parameters: the trained tensors. Of a large tensor a sample of elements is used, the same sample each time.
-        step: size of the change of each element in one optimizer step.
+    Of a large tensor a sample of elements is used, the same sample each time.
     """
     moved = total = 0.0
     generator = torch.Generator().manual_seed(0)
@@ -55,15 +52,10 @@ def moving_share(parameters: Iterable[torch.Tensor], step: float) -> float:
 
 
 def check_steps_move(policy: PreTrainedModel, args: OnlineConfig, alarms: Alarms) -> None:
-    """Refuse a run if rounding removes almost all of its weight changes.
-
-    Raise an alarm if rounding removes many of them.
+    """Refuse a run if rounding removes almost all of its weight changes; raise an alarm if it removes many of them.
 
     Only optimizers with bounded steps (AdamW, Lion) are checked. A learning rate of 0 is accepted, because the user
     chose it.
-
-    Raises:
-        InputError: less than 1 % of the trained weights can move.
     """
     optimizer = str(getattr(args.optim, "value", args.optim))
     if not args.learning_rate or not optimizer.startswith(_BOUNDED):

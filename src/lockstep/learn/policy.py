@@ -1,13 +1,7 @@
-"""The models of a run: the policy with its tokenizer, and the reference model.
+"""The models of a run: the policy with its tokenizer, opened for engine and trainer, and the reference model.
 
-Opens the policy and its tokenizer, so that an engine can sample from the policy and the trainer can train it.
-
-The trainer's constructor gives a loaded model or a name.
-
-The reference model: a copy of the initial policy, which may follow the policy slowly, or the base model under an
-adapter.
-
-It is made from the policy before training. Every generation is scored with it once.
+The reference model is a copy of the initial policy, which may follow the policy slowly, or the base model under an
+adapter. Every generation is scored with it once.
 """
 
 from __future__ import annotations
@@ -71,10 +65,8 @@ def open_policy(
         quantization_config: loads the base weights in 4 bits (QLoRA). It may also be part of `args.model_init_kwargs`.
 
     Raises:
-        InputError: the model or its tokenizer cannot be loaded; they do not fit each other; the adapter cannot be
-            sent to any engine; weights are NaN or infinite; the tokenizer's ids do not allow the interruption of
-            thinking that `args` sets; `args` freeze a vision tower that is not there, or keep dropout on and there is
-            some; or FlexAttention is selected and does not run here.
+        InputError: model and tokenizer cannot be loaded or do not fit each other, the adapter cannot be sent to any
+            engine, weights are NaN or infinite, or a setting of `args` does not fit the model.
         ProofError: FlexAttention is selected, and its results differ from SDPA's.
     """
     path = resolve_model(model if isinstance(model, str) else model.config.name_or_path)
@@ -113,11 +105,7 @@ def open_policy(
 
 
 def _freeze_vision_tower(policy: PreTrainedModel) -> None:
-    """Train nothing of the vision tower and its projector, also no adapter in them.
-
-    Raises:
-        InputError: there is no vision tower, or nothing else to train.
-    """
+    """Train nothing of the vision tower and its projector, also no adapter in them."""
     parts = vision_parts(causal_model(policy))
     if not parts:
         raise InputError(
@@ -177,7 +165,7 @@ class Reference:
     Args:
         policy: the model to train. If it has an adapter, the reference is the model without the adapter and needs no
             memory.
-        given: another model to use. It was checked.
+        given: another model to use, already checked.
 
     Raises:
         InputError: the policy's adapter cannot be switched off, or the base model is not the initial policy.
@@ -211,9 +199,7 @@ class Reference:
 
     @property
     def own_weights(self) -> dict[str, torch.Tensor]:
-        """The weights of a separate reference model, by name; empty if the reference is the policy without its
-        adapter.
-        """
+        """The weights of a separate reference model, by name; empty if there is none."""
         return {f"reference.{n}": p for n, p in self._own.named_parameters()} if self._own is not None else {}
 
     def to(self, device: torch.device) -> None:
@@ -242,11 +228,7 @@ class Reference:
 
 @torch.no_grad()
 def _check_base_is_reference(policy: PreTrainedModel) -> None:
-    """Check that the model without its adapter is the initial policy, and that training does not change it.
-
-    Raises:
-        InputError: the adapter has been trained already, its output is not zero, or base weights are trained too.
-    """
+    """Check that the model without its adapter is the initial policy, and that training does not change it."""
     inner = causal_model(policy)
     base = [
         name

@@ -1,10 +1,6 @@
 """The policy's log-probs of sampled tokens, and the forwards that all ranks of a sharded model make together.
 
-Computes the policy's log-probs of sampled tokens. A whole (tokens × vocabulary) matrix is never in memory.
-
-The packs come from `learn/pack.py`. The loss and `watch/gap.py` use the scores.
-
-Forwards of a sharded model: all ranks make them together (`shards/passes.py`).
+A whole (tokens × vocabulary) matrix is never in memory.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ class TokenScores:
         values: (N,) float32 the critic's value before each token, with gradient, if there is a critic.
         support: (N,) int64 number of ids that could be sampled as each token; None: the sampling distribution has no
             filter, no grammar and no ban.
-        draws: sums over the distribution of each token that the draws proof bets on; None: they were not asked for.
+        draws: sums over each token's distribution, on which the draws proof bets; None: they were not asked for.
         routing: how the routers distribute the pack's positions over experts; None: it was not asked for.
     """
 
@@ -60,12 +56,7 @@ class TokenScores:
 
 
 def check_scorable(model: PreTrainedModel) -> None:
-    """Refuse models for which this module would compute wrong log-probs.
-
-    Raises:
-        InputError: the model caps its attention scores and has an attention that does not, or its attention cannot
-            use a tree.
-    """
+    """Refuse models for which this module would compute wrong log-probs."""
     config = model.config.get_text_config()
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is not None and (
@@ -121,19 +112,19 @@ def score_pack(
 
     Args:
         model: a causal language model, with or without an adapter. Its head computes only the positions that predict.
-        temperature: divides the logits. It is the temperature of sampling.
+        temperature: of sampling. It divides the logits.
         chunk_size: rows of logits in memory at a time. Memory grows with it; results do not depend on it.
         entropy_gradient: whether entropies are part of the loss.
         fp32_head: whether the head computes in float32, outside autocast.
         critic: maps hidden states (rows, width) to values (rows, 1).
-        rules: the run's sampling settings; None: only the temperature is set. If they have a filter that depends on
-            the logits, the sequences must have kept ids.
+        rules: the run's sampling settings; None: only the temperature is set. If they have a filter that depends on the
+            logits, the sequences must have kept ids.
         draws: whether to compute what the draws proof needs, for the tokens of the drawn sequences.
         routing: whether to sum up how the routers distribute the positions.
 
     Raises:
-        InputError: a layer adds a bias, a mask or dropout to its attention, or a rule cannot be used with inserted
-            ids; or, with `routing`, no router of the model gets a gradient.
+        InputError: a layer adds a bias, a mask or dropout to its attention, or a rule cannot be used with inserted ids;
+            or, with `routing`, no router of the model gets a gradient.
         ProofError: a sampled token is not among its kept ids, or its grammar does not allow it.
     """
     inner = causal_model(model)
@@ -160,7 +151,7 @@ def score_pack(
 
 @torch.no_grad()
 def route_pack(model: PreTrainedModel, pack: Pack) -> Routing:
-    """How the routers distribute a pack's positions over experts, without gradient. The output head is not computed."""
+    """How the routers distribute a pack's positions over experts, without gradient and without the output head."""
     inner = causal_model(model)
     return routing_of(inner, _trunk(inner, pack, routing=True).router_logits, pack)
 
@@ -182,10 +173,7 @@ def _trunk(inner: PreTrainedModel, pack: Pack, *, routing: bool) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """An output head, the config of its text model, and how it is used.
-
-    The other fields are arguments of `score_pack`.
-    """
+    """An output head and how it is used; the other fields are arguments of `score_pack`."""
 
     module: torch.nn.Module
     config: PreTrainedConfig
@@ -281,11 +269,7 @@ def _places(pack: Pack) -> tuple[Ids, Ids]:
 
 
 def _who_sees_whom(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:
-    """The arguments by which the model's layers know the structure of a pack.
-
-    Raises:
-        LockstepError: the model's attention cannot use a tree, because it was not replaced.
-    """
+    """The arguments by which the model's layers know the structure of a pack."""
     if pack.ends is None:
         # Padding comes after the scored tokens, so causal attention hides it. Each row counts its own positions.
         positions = {} if pack.pictures is None else {"position_ids": pack.position_ids}
@@ -331,12 +315,7 @@ def plays_learning(
     *,
     plain_rows: bool,
 ) -> Callable[[], None]:
-    """A function that plays the forward and backward of a pack: one token, whose loss is 0.
-
-    Args:
-        autocast: that of the run's own forwards.
-        plain_rows: whether the model cannot attend within a tree.
-    """
+    """A function that plays the forward and backward of a pack: one token, whose loss is 0."""
     one = TrainingSequence("", whole_numbers([0]), whole_numbers([0]), reals([0.0]))
     (pack,) = (pack_rows if plain_rows else pack_sequences)([one], 1 << 10)
 

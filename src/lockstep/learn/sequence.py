@@ -1,5 +1,4 @@
-"""The training data of one completion, which is a rollout or a branch of one: its ids, and the values of each sampled
-token.
+"""The training data of one completion: its ids, and the values of each sampled token.
 
 A rollout that is a tree has one `TrainingSequence` per branch, because each branch is scored in its own context.
 Advantages and weights belong to the rollout. So its branches are joined for the methods, and what the methods have
@@ -109,10 +108,7 @@ class TrainingSequence(ArrayFields):
                 self._set(name, kind(values))
 
     def but(self, **changes: Any) -> TrainingSequence:
-        """A copy with other values in some fields.
-
-        Like `dataclasses.replace`, but only the changed fields are checked again.
-        """
+        """A copy with other values in some fields. Unlike `dataclasses.replace`, it checks these fields alone."""
         copied, values = object.__new__(TrainingSequence), self.__dict__
         if unknown := changes.keys() - values.keys():
             raise AttributeError(f"a training sequence has no {', '.join(sorted(unknown))}")
@@ -168,14 +164,7 @@ def flat(sequences: Sequence[TrainingSequence], name: str) -> np.ndarray:
 def column(
     sequences: Sequence[TrainingSequence], name: str, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """(N,) `flat` as a tensor.
-
-    Args:
-        dtype: use float64 if the caller subtracts values that are close to each other.
-
-    Raises:
-        ValueError: as in `flat`.
-    """
+    """(N,) `flat` as a tensor. Use float64 if the caller subtracts values that are close to each other."""
     return torch.from_numpy(flat(sequences, name)).to(dtype)
 
 
@@ -185,13 +174,9 @@ _ADDED = ("advantages", "returns", "kept")
 
 
 def joined_branches(name: str, branches: Sequence[TrainingSequence]) -> TrainingSequence:
-    """All sampled tokens of a rollout as one sequence, one branch after the other.
+    """All sampled tokens of a rollout as one sequence, one branch after the other; without any branch, without tokens.
 
     The result has no inserted ids and is in no context: it must not be scored.
-
-    Args:
-        name: name of the rollout.
-        branches: its branches with sampled tokens: several, or none. Without any, the result has no tokens.
     """
     columns: dict[str, Any] = {
         field: joined([getattr(b, field) for b in branches])

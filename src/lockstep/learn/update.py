@@ -1,14 +1,12 @@
 """Forward, proof and backward of one micro-batch, and the sums of an optimizer step.
 
-The input is a prepared generation. The results are gradients on the policy, and sums that the trainer checks and logs.
 Of the sequences without a gradient (advantage or weight zero), those that are drawn are scored without gradient, only
 to be verified; the others are left aside. If a pass before the first step has scored them, they are not scored again,
 and those scores are counted and logged.
 
-A mixture of experts has an auxiliary loss over a whole optimizer step: one `RouterLoss` per step. Each pack's share
-is added to the loss. The loss multiplies how often an expert is chosen with how probable it is, both over all rows of
-the step. How often each expert is chosen must be known before the first backward. If the step is more than one pack,
-a forward without gradient counts it.
+A mixture of experts has an auxiliary loss: one `RouterLoss` per step, of which each pack adds its share. It multiplies
+how often an expert is chosen with how probable it is, both over all rows of the step. How often each expert is chosen
+must be known before the first backward: if the step is more than one pack, a forward without gradient counts it.
 """
 
 from __future__ import annotations
@@ -50,8 +48,6 @@ class UpdateSums:
     """Sums over the tokens of an optimizer step. The sums of its parts and of its ranks can be added.
 
     Attributes:
-        evidence: what the proofs keep.
-        loss: the step's loss so far.
         aside: number of tokens that were left aside.
         tally: values to log. `_drift` is |log-prob now − at sampling time| of the policy, over the tokens that went
             through the model in this step. It is 0 if the policy has not changed since.
@@ -103,9 +99,6 @@ def measure(
     Args:
         packs: those of a micro-batch, with their scores.
         stands_for: how many tokens each of these stands for in means: more than one, if others like it were left aside.
-
-    Raises:
-        ProofError: a log-prob is not finite.
     """
     if not packs:
         return
@@ -232,7 +225,6 @@ class Policy:
             evidence: keeps rows of logits of the pack.
             before_steps: as in `Evidence.rows`. Then the sums for bets are computed too, where the pack has a drawn
                 sequence.
-            routing: whether to sum up how routers distribute the positions over experts.
         """
         with self.autocast(), hidden_states(self.model) as seen:
             compute = partial(
@@ -255,15 +247,12 @@ class Policy:
         return scores
 
     def route(self, pack: Pack) -> Routing:
-        """How the routers distribute a pack's positions over experts, with the run's precision and without gradient."""
+        """How the routers distribute a pack's positions over experts, without gradient."""
         with self.autocast():
             return route_pack(self.model, pack)
 
     def learning(self) -> AbstractContextManager[None]:
-        """A context for the forward of one pack and its backward.
-
-        Where the model is sharded, all ranks do this together.
-        """
+        """A context for the forward of one pack and its backward. All ranks of a sharded model do this together."""
         shards = sharded(self.model)
         return nullcontext() if shards is None else shards.learning()
 
@@ -271,11 +260,10 @@ class Policy:
     def casts_kept(self) -> Iterator[None]:
         """A context in which autocast casts each weight once for all packs.
 
-        Outside of forwards it computes without autocast.
-
-        The weights must not change meanwhile, and the first forward must have a gradient if any has one. With gradient
-        checkpointing it changes nothing, because the casts would stay in memory until the end of the micro-batch.
-        With a sharded model it changes nothing either, because a gathered weight is new in every forward.
+        Outside of forwards it computes without autocast. The weights must not change meanwhile, and the first forward
+        must have a gradient if any has one. With gradient checkpointing it changes nothing, because the casts would
+        stay in memory until the end of the micro-batch. With a sharded model it changes nothing either, because a
+        gathered weight is new in every forward.
         """
         if self.model.is_gradient_checkpointing or sharded(self.model) is not None:
             yield
@@ -308,14 +296,11 @@ def learn(
     router: RouterLoss | None = None,
     part: int = 0,
 ) -> float:
-    """Accumulate the gradients of a micro-batch, and add its figures to `sums`.
+    """Accumulate the gradients of a micro-batch, and add its figures to `sums`. Returns its share of the step's loss.
 
     Args:
         router: the auxiliary loss of the step; None: there is none.
         part: index of the micro-batch within its generation, over all ranks.
-
-    Returns:
-        The micro-batch's part of the step's loss.
 
     Raises:
         ProofError: a sequence brings something else, the forward gives other log-probs than a plain one, or the
@@ -414,11 +399,7 @@ class OptimizerStep:
         self._failure: Exception | None = None
 
     def learn(self, policy: Policy, sequences: Sequence[TrainingSequence], part: int = 0) -> float:
-        """Learn from a micro-batch. With several ranks an error is raised at the end of the step, on every rank.
-
-        Returns:
-            The micro-batch's part of the step's loss.
-        """
+        """`learn` with the arguments of the step. With several ranks, `finish` raises its error, on every rank."""
         if self._failure is not None:
             return 0.0
         try:
@@ -442,13 +423,10 @@ class OptimizerStep:
         }
 
     def finish(self, trained: Sequence[torch.nn.Parameter]) -> UpdateSums:
-        """Do everything between the last backward and the optimizer. Every rank must call this.
+        """Do everything between the last backward and the optimizer, on every rank. Returns the sums over all ranks.
 
         Args:
             trained: the trained parameters. Their gradients become those of the whole step.
-
-        Returns:
-            The sums over all ranks.
 
         Raises:
             ProofError: what the watch finds in the sums, or on any rank.

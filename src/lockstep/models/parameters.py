@@ -1,17 +1,10 @@
 """The parameters of a model: their names in checkpoints, and those that share memory.
 
-The tensors of a model under the names that checkpoints and engines use.
-
-For most families these tensors are the model's own parameters. Experts are different: transformers holds the weights
-of all experts of a layer in two tensors, while checkpoints and vLLM's loaders have one tensor per expert and
-projection. Here each such tensor is a view of the model's own memory. All code that sends weights gets them here, and
-so does the transformers engine, which receives weights.
-
-Finds trained parameters that share memory with another parameter.
+transformers holds the weights of all experts of a layer in two tensors, while checkpoints and vLLM's loaders have one
+tensor per expert and projection. Here each such tensor is a view of the model's own memory.
 
 An optimizer steps each parameter object. If two objects hold the same numbers, each step changes the numbers twice,
-each time by a part of their gradient. One object under several names (a tied head) is no such case. The check is made
-before training.
+each time by a part of their gradient. One object under several names (a tied head) is no such case.
 """
 
 from __future__ import annotations
@@ -32,8 +25,8 @@ class RowRange(NamedTuple):
 
     Attributes:
         name: the tensor's name in the checkpoint.
-        start, rows: the first row and the number of rows, if the parameter's first two dimensions are flattened to
-            one. `rows` is 0 if the tensor is the whole parameter.
+        start, rows: the first row and the number of rows, if the parameter's first two dimensions are flattened to one.
+            `rows` is 0 if the tensor is the whole parameter.
     """
 
     name: str
@@ -42,13 +35,7 @@ class RowRange(NamedTuple):
 
 
 class CheckpointTensor(NamedTuple):
-    """A tensor under its checkpoint name.
-
-    Attributes:
-        name: the tensor's name in the checkpoint.
-        tensor: the parameter itself, or a view of its memory.
-        parameter_name: the name of the parameter in the model.
-    """
+    """A tensor under its checkpoint name: the parameter `parameter_name` itself, or a view of its memory."""
 
     name: str
     tensor: torch.Tensor
@@ -105,10 +92,7 @@ def _row_ranges(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> di
 
 
 def _row_ranges_of(model: PreTrainedModel, name: str, parameter: torch.Tensor) -> tuple[RowRange, ...]:
-    """The parts of one parameter.
-
-    To find them, transformers converts a tensor that has the number of each row as its value.
-    """
+    """The parts of one parameter: transformers converts a tensor that has the number of each row as its value."""
     if not _holds_experts(name, parameter):
         # In checkpoints of families with experts, other parameters may have other names too.
         (renamed,) = revert_weight_conversion(model, {name: torch.zeros(1)})
@@ -131,8 +115,7 @@ def _row_ranges_of(model: PreTrainedModel, name: str, parameter: torch.Tensor) -
 def refuse_shared_memory(model: torch.nn.Module) -> None:
     """Refuse a model in which a trained parameter and another parameter are different objects in the same memory.
 
-    Raises:
-        InputError: there is such a pair. PEFT makes one for a LoRA on a tied embedding with `ensure_weight_tying`.
+    PEFT makes such a pair for a LoRA on a tied embedding with `ensure_weight_tying`.
     """
     by_storage: dict[object, list[tuple[str, torch.nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():

@@ -1,7 +1,4 @@
-"""A reward model: a sequence classifier with one output, called like a reward function.
-
-It comes from a directory, a hub id or a loaded model. It is treated like any other reward function.
-"""
+"""A reward model: a sequence classifier with one output, called like a reward function."""
 
 from __future__ import annotations
 
@@ -156,7 +153,7 @@ def load_reward_model(path: str) -> PreTrainedModel:
     """A sequence classifier with one output, in the precision in which it was saved.
 
     Args:
-        path: a result of `lockstep.models.policy.resolve_model`.
+        path: a result of `resolve_model`.
 
     Raises:
         InputError: there is no such model, or a tensor is missing from its files (for example the head, if it is a
@@ -184,10 +181,7 @@ def load_reward_model(path: str) -> PreTrainedModel:
 
 
 def _joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The whole conversation.
-
-    A completion that continues the prompt's last message is joined with it into one message.
-    """
+    """The whole conversation. A completion that continues the prompt's last message is joined with that message."""
     if prompt[-1]["role"] == "assistant" and completion and completion[0]["role"] == "assistant":
         text = (prompt[-1].get("content") or "") + (completion[0].get("content") or "")
         return [*prompt[:-1], {**completion[0], "content": text}, *completion[1:]]
@@ -195,10 +189,7 @@ def _joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> l
 
 
 def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
-    """Positions of the rows of each batch.
-
-    Rows × longest row is at most `budget`. Rows of similar length share a batch.
-    """
+    """Positions of the rows of each batch of similar lengths. Rows × longest row is at most `budget`."""
     batch: list[int] = []
     for position in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if batch and (len(batch) + 1) * lengths[position] > budget:

@@ -51,10 +51,9 @@ _sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
 def adopt_flex_attention(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Prove FlexAttention, then let a model use it if it gets a `tree`. Without a tree the model uses SDPA.
+    """Prove FlexAttention on a device, then let a model use it if it gets a `tree`. Without a tree it uses SDPA.
 
     Args:
-        device: the device of the training.
         dtype: dtype in which attention is computed.
 
     Raises:
@@ -74,13 +73,7 @@ def adopt_flex_attention(model: PreTrainedModel, device: torch.device, dtype: to
 
 
 def block_mask(ends: torch.Tensor, device: torch.device) -> BlockMask:
-    """The tree in the form that FlexAttention needs: blocks to leave out, blocks to compute fully, and blocks with a
-    mask.
-
-    Args:
-        ends: (T,) `ends` of a pack, on the CPU.
-        device: the device that computes attention.
-    """
+    """A pack's (T,) `ends` as FlexAttention needs them: blocks to leave out, to compute fully, and with a mask."""
     size, there = len(ends), ends.to(device)
     count = -(-size // _BLOCK)
     # No node sees the padding after the last node.
@@ -120,7 +113,7 @@ def flex_attention_forward(
     tree: BlockMask | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers, like `tree_attention.tree_attention_forward`."""
+    """An attention function of transformers, like `tree_attention_forward`."""
     if tree is None:
         return attend_without_tree(module, query, key, value, attention_mask, **kwargs)
     check_nothing_added(module, attention_mask, kwargs)

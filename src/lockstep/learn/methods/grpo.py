@@ -1,12 +1,7 @@
 """GRPO and the losses of its family: configuration, loss, and entropy bonus.
 
-The papers are arXiv 2402.03300 and those named in `lockstep.algorithms`.
-
-docs/reference/migrating-from-trl.md lists the differences to the papers and to TRL, with reasons.
-
-The entropy bonus has a fixed or an adaptive weight. Its state belongs to one run and is saved in checkpoints.
-
-It uses the entropies of a step's tokens, pack by pack. The loss of GRPO contains it.
+The papers are arXiv 2402.03300 and those named in `lockstep.algorithms`. docs/reference/migrating-from-trl.md lists the
+differences to the papers and to TRL, with reasons.
 """
 
 from __future__ import annotations
@@ -189,9 +184,6 @@ class EntropyBonus:
     After each step, an adaptive coefficient rises if the step's mean entropy is at or below the target, and falls
     otherwise, within its bounds. It is applied only if the last step's entropy was at or below the target (TRL 1.16's
     controller).
-
-    Attributes:
-        coefficient: the weight, as the last step has left it.
     """
 
     def __init__(self, config: GRPOConfig) -> None:
@@ -210,12 +202,7 @@ class EntropyBonus:
         )
 
     def share(self, entropies: torch.Tensor, kept: torch.Tensor, tally: Tally) -> torch.Tensor:
-        """A pack's share of the bonus; a scalar.
-
-        Args:
-            entropies: (N,) with gradient.
-            kept: (N,) 1 for tokens that the policy learns from, else 0.
-        """
+        """A pack's share of the bonus; a scalar. `kept` is (N,): 1 for tokens that the policy learns from, else 0."""
         learned = entropies * kept
         both = torch.stack([learned.detach().sum(), kept.sum().to(learned.dtype)])
         tally.later(both, lambda sums: tally.mean(_NAME, float(sums[0]), int(sums[1])))
