@@ -480,7 +480,7 @@ MUTATIONS = [
     ),
     Mutation(
         "bets where rewards decide",
-        "drawn = [s for s in sequences if s.drawn]",
+        "drawn = [s for s in sequences if s.picked]",
         "drawn = [*sequences]",
         GROUPS_ASIDE,
     ),
@@ -4288,8 +4288,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU: sums over the vocabulary are computed for all rows at once",
-        "_DRAWN_TOKENS, _DRAWN_TOKENS_ON_GPU = 8, 64",
-        "_DRAWN_TOKENS, _DRAWN_TOKENS_ON_GPU = 8, 1 << 30",
+        "_TOKENS_AT_ONCE, _TOKENS_AT_ONCE_ON_GPU = 8, 64",
+        "_TOKENS_AT_ONCE, _TOKENS_AT_ONCE_ON_GPU = 8, 1 << 30",
         f"{ON_A_GPU}::test_sums_over_the_vocabulary_take_the_memory_of_a_few_rows",
     ),
     Mutation(

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from lockstep.learn.generation import AllScores, Generation
     from lockstep.learn.methods.objective import Scores, TokenBatch
     from lockstep.learn.scoring import TokenScores
-    from lockstep.learn.update import Policy, UpdateSums
+    from lockstep.learn.update import Policy, StepSums
 
 
 class Evidence(Protocol):
     """What proofs keep of the tokens that go through the model: sums, which are added over packs and ranks."""
 
     def rows(self, pack: Pack, logps: torch.Tensor, hidden: torch.Tensor, *, before_steps: bool) -> None:
-        """Keep the hidden states of drawn tokens of a pack. Whole rows of logits are too large to keep.
+        """Keep the hidden states of a few random tokens of a pack. Whole rows of logits are too large to keep.
 
         Args:
             logps: (N,) log-probs of the pack's tokens, as the loss uses them.
@@ -79,7 +79,7 @@ class LossWatch(Protocol):
     ) -> None:
         """A reference model, as `scorer`, has scored sequences of groups, while the policy was `version`."""
 
-    def part(
+    def micro_batch(
         self, index: int, sequences: Sequence[TrainingSequence], moving: Sequence[TrainingSequence]
     ) -> list[list[TrainingSequence]]:
         """A micro-batch will be learned from.
@@ -110,7 +110,7 @@ class LossWatch(Protocol):
     def summing(self) -> None:
         """Every backward of a step is through on this rank."""
 
-    def summed(self, total: UpdateSums) -> None:
+    def summed(self, total: StepSums) -> None:
         """The sums of a step over all ranks. Only the rank that holds the engine calls."""
 
     def accumulated(self) -> None:
@@ -173,7 +173,7 @@ class Watch(LossWatch, Protocol):
             plain: whether scores alone have a gradient; else the loss of routers has one too.
         """
 
-    def figures(self, total: UpdateSums) -> dict[str, float]:
+    def figures(self, total: StepSums) -> dict[str, float]:
         """What proofs log of a step. Every rank calls."""
 
     def clipped(self, norm: float) -> None:

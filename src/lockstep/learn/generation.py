@@ -15,7 +15,7 @@ from lockstep.contract.protocol import Completion
 from lockstep.errors import InputError
 from lockstep.learn.events import Evidence, LossWatch
 from lockstep.learn.methods.objective import Objective, Scores
-from lockstep.learn.policy import Reference
+from lockstep.learn.policy_and_reference import Reference
 from lockstep.learn.ranks import share_of
 from lockstep.learn.sequence import TrainingSequence, joined_branches, rollouts_of, split_branches
 from lockstep.learn.update import Policy
@@ -154,7 +154,7 @@ class Generation:
 
     @property
     def aside_tokens(self) -> int:
-        """How many of them are left aside: they have no gradient, and are not drawn."""
+        """How many of them are left aside: they have no gradient, and are not picked."""
         return sum(len(c.sampled_versions) for c in self._aside())
 
     @property
@@ -203,12 +203,12 @@ class Generation:
         return replace(self, micro_batches=batches)
 
 
-def drawn_rollouts(groups: int, size: int, tokens: int, seed: int, number: int) -> list[list[int]]:
+def picked_rollouts(groups: int, size: int, tokens: int, seed: int, number: int) -> list[list[int]]:
     """The places, within each group of a generation, of the rollouts that are verified whatever their rewards are.
 
     The choice does not depend on what was sampled. Otherwise the draws proof could not bet on the tokens. Every rollout
-    is drawn with the same probability. Among a few generations in a row, all drawn rollouts are in one generation. They
-    are whole groups, because the rollouts of a group share a prompt, and a part of one more group.
+    is picked with the same probability. Among a few generations in a row, all picked rollouts are in one. They are whole
+    groups, because the rollouts of a group share a prompt, and a part of one more group.
 
     Args:
         size: rollouts of a group.
@@ -362,21 +362,21 @@ class Preparation:
         return generation, found, sequences
 
     def _sequences(self, groups: Sequence[RolloutGroup], version: int) -> list[TrainingSequence]:
-        """The sequences of a generation, in which those of the rollouts that are not drawn are marked."""
+        """The sequences of a generation, in which those of the rollouts that are not picked are marked."""
         config, found = self._config, sequences_of(groups, version)
         number = version // config.optimizer_steps_per_generation
-        drawn = drawn_rollouts(len(groups), config.group_size, config.completion_limit, config.seed, number)
+        picked = picked_rollouts(len(groups), config.group_size, config.completion_limit, config.seed, number)
         names = {
             str(branch.key)
-            for group, places in zip(groups, drawn, strict=True)
+            for group, places in zip(groups, picked, strict=True)
             for place, rollout in enumerate(group.rollouts)
             if place in places
             for branch in rollout.branches
         }
-        return [s if s.name in names else s.but(drawn=False) for s in found]
+        return [s if s.name in names else s.but(picked=False) for s in found]
 
     def _perhaps_aside(self, sequence: TrainingSequence) -> TrainingSequence:
-        if sequence.drawn or self._objective.has_gradient(sequence):
+        if sequence.picked or self._objective.has_gradient(sequence):
             return sequence
         return sequence.but(aside=True)
 

@@ -211,7 +211,7 @@ def layer_shape(model: PreTrainedModel) -> LayerShape | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class LargestForward:
     """How a forward and its backward compute.
 
     Attributes:
@@ -232,7 +232,7 @@ class Pass:
     room: int | None = None
 
 
-def activation_bytes(shape: LayerShape, work: Pass) -> int:
+def activation_bytes(shape: LayerShape, work: LargestForward) -> int:
     """An estimate of the bytes that a forward and its backward need beside weights and gradients.
 
     It adds up what PyTorch keeps of a gated layer with two norms (Llama, Qwen and their like), and the largest of
@@ -263,7 +263,7 @@ def activation_bytes(shape: LayerShape, work: Pass) -> int:
     return kept + ends + max(head, passing + (layer if whole < shape.layers else 0))
 
 
-def kept_per_position(shape: LayerShape, work: Pass) -> int:
+def kept_per_position(shape: LayerShape, work: LargestForward) -> int:
     """Bytes per position that a layer keeps for its backward if it recomputes nothing."""
     stream, computed, hidden = work.stream, work.computed, shape.hidden
     # A norm computes in float32 and keeps its input and what it has normed; the input of half-precision weights is
@@ -554,18 +554,20 @@ def memory_of_run(config: OnlineConfig, given: RunModels, room: Room) -> RunMemo
     parts.append(Part(REWARDS, copies * sum(size for size in rewards if size), mapped=not room.on_gpu))
     parts += _engine_parts(config, given, path, base, policy, room)
     shape = layer_shape(base)
-    activations = None if shape is None else copies * activation_bytes(shape, pass_of(config, base, room))
+    activations = (
+        None if shape is None else copies * activation_bytes(shape, largest_forward(config, base, room))
+    )
     return RunMemory(tuple(part for part in parts if part.size), activations, tuple(unknown))
 
 
-def pass_of(config: OnlineConfig, model: PreTrainedModel, room: Room) -> Pass:
+def largest_forward(config: OnlineConfig, model: PreTrainedModel, room: Room) -> LargestForward:
     """The largest forward and backward of a run. `model` is the base model, for the dtype of its weights."""
     limits = [n for n in (config.context_limit, context_length(model.config)) if n is not None]
     budget = config.token_budget or max(usual_token_budgets())
     # A pack has at most the completions of a micro-batch. A sequence that is longer than the budget is a pack alone.
     most = config.completions_per_micro_batch * min(limits) if limits else budget
     weights = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    return Pass(
+    return LargestForward(
         max(min(budget, most), config.completion_limit),
         weights.itemsize,
         min(weights.itemsize, config.trainer_dtype.itemsize),

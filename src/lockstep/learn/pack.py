@@ -27,11 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
 from lockstep.config.run import usual_token_budgets
 from lockstep.devices import sent
-from lockstep.images.pictures import Picture, pixel_inputs
+from lockstep.images.pictures import Picture
 from lockstep.learn.sequence import TrainingSequence, column, rollouts_of
 from lockstep.tokens.arrays import KeptIds, joined_kept_ids
 
@@ -489,20 +488,3 @@ def _ints(values: Any) -> Ints:
 
 def _tensor(parts: list[Ints]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts))
-
-
-def picture_arguments(model: PreTrainedModel, pack: Pack, pictures: PackPictures) -> dict[str, Any]:
-    """The arguments by which the model puts pictures in the place of a pack's placeholders."""
-    inputs = pixel_inputs(pictures.pictures, pack.input_ids.device)
-    found = model.base_model.get_image_features(**inputs, return_dict=True)
-    rows = pictures.rows.to(pack.input_ids.device)
-    # The model fills its placeholders in the order of the ids with these vectors.
-    if pictures.pictures[0].in_tiles:
-        parts: torch.Tensor = found.pooler_output
-        found.pooler_output = parts.flatten(0, 1)[rows].unflatten(0, (-1, parts.shape[1]))
-    else:
-        found.pooler_output = (torch.cat(tuple(found.pooler_output))[rows],)
-    # Qwen3-VL adds further vectors of each part to the states of its first layers.
-    if layers := getattr(found, "deepstack_features", None):
-        found.deepstack_features = [(torch.cat(tuple(parts))[rows],) for parts in layers]
-    return {"mm_encoder_outputs": {"image": found}}

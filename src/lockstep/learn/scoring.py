@@ -17,12 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lockstep.devices import sent
 from lockstep.errors import InputError, LockstepError, foreign_errors
+from lockstep.images.pictures import pixel_inputs
 from lockstep.learn.attention.blocks import TreeAttention
 from lockstep.learn.attention.flex import FLEX, block_mask
 from lockstep.learn.attention.tree import TREE, no_mask, passes_trees_on
 from lockstep.learn.experts import Routing, routing_of
 from lockstep.learn.filters import IdRules, RowRules, moves_of_kept
-from lockstep.learn.pack import Pack, pack_rows, pack_sequences, picture_arguments
+from lockstep.learn.pack import Pack, PackPictures, pack_rows, pack_sequences
 from lockstep.learn.recomputation import layers_computed_twice, products_kept
 from lockstep.learn.sequence import TrainingSequence, flat
 from lockstep.learn.token_logps import DrawSums, Head, KeptSets, kept_logits, kept_logps, token_logps
@@ -119,7 +120,7 @@ def score_pack(
         critic: maps hidden states (rows, width) to values (rows, 1).
         rules: the run's sampling settings; None: only the temperature is set. If they have a filter that depends on the
             logits, the sequences must have kept ids.
-        draws: whether to compute what the draws proof needs, for the tokens of the drawn sequences.
+        draws: whether to compute what the draws proof needs, for the tokens of the picked sequences.
         routing: whether to sum up how the routers distribute the positions.
 
     Raises:
@@ -169,6 +170,23 @@ def _trunk(inner: PreTrainedModel, pack: Pack, *, routing: bool) -> Any:
         # Such a layer has recorded its router's logits twice.
         if not routing or layers_computed_twice() == known:
             return outputs
+
+
+def picture_arguments(model: PreTrainedModel, pack: Pack, pictures: PackPictures) -> dict[str, Any]:
+    """The arguments by which the model puts pictures in the place of a pack's placeholders."""
+    inputs = pixel_inputs(pictures.pictures, pack.input_ids.device)
+    found = model.base_model.get_image_features(**inputs, return_dict=True)
+    rows = pictures.rows.to(pack.input_ids.device)
+    # The model fills its placeholders in the order of the ids with these vectors.
+    if pictures.pictures[0].in_tiles:
+        parts: torch.Tensor = found.pooler_output
+        found.pooler_output = parts.flatten(0, 1)[rows].unflatten(0, (-1, parts.shape[1]))
+    else:
+        found.pooler_output = (torch.cat(tuple(found.pooler_output))[rows],)
+    # Qwen3-VL adds further vectors of each part to the states of its first layers.
+    if layers := getattr(found, "deepstack_features", None):
+        found.deepstack_features = [(torch.cat(tuple(parts))[rows],) for parts in layers]
+    return {"mm_encoder_outputs": {"image": found}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +257,7 @@ class _Head:
     def _sums(self, pack: Pack) -> DrawSums | None:
         if not self.draws:
             return None
-        wanted = np.repeat([s.drawn for s in pack.sequences], [s.length for s in pack.sequences])
+        wanted = np.repeat([s.picked for s in pack.sequences], [s.length for s in pack.sequences])
         return DrawSums(torch.from_numpy(wanted), pack.targets.device)
 
 

@@ -72,9 +72,9 @@ class TrainingSequence(ArrayFields):
         kept_ids: one set of ids for each sampled token, if a filter (top-k, top-p, min-p) was in force. The trainer
             scores the token among them.
         pictures: the pictures of the prompt and of what was inserted before the last sampled id; None: there are none.
-        drawn: whether its rollout is one of those that are verified whatever their rewards are. The draws proof bets
+        picked: whether its rollout is one of those that are verified whatever their rewards are. The draws proof bets
             on its tokens.
-        aside: whether it needs no forward: it has no gradient, and is not drawn.
+        aside: whether it needs no forward: it has no gradient, and is not picked.
 
     Raises:
         BadValues: a field has values of another kind than integers, numbers or booleans, as its type requires.
@@ -98,7 +98,7 @@ class TrainingSequence(ArrayFields):
     rollout: str | None = None
     kept_ids: KeptIds | None = None
     pictures: PromptPictures | None = None
-    drawn: bool = True
+    picked: bool = True
     aside: bool = False
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ from lockstep.models.arithmetic import autocast_dtype
 from lockstep.tokens.arrays import Ids, KeptIds
 
 # Number of tokens whose rows stay in a core's cache, and number whose rows a GPU copies at a time.
-_DRAWN_TOKENS, _DRAWN_TOKENS_ON_GPU = 8, 64
+_TOKENS_AT_ONCE, _TOKENS_AT_ONCE_ON_GPU = 8, 64
 # From this vocabulary on, a CPU takes one token at a time: three inner products, without a copy of its row, in a
 # third of the time.
 LONG_ROW = 4096
@@ -89,7 +89,7 @@ class DrawSums:
         if is_cpu and probabilities.shape[-1] >= LONG_ROW:
             self._one_by_one(places, rows, own, probabilities, scaled, means)
             return
-        step = _DRAWN_TOKENS if is_cpu else _DRAWN_TOKENS_ON_GPU
+        step = _TOKENS_AT_ONCE if is_cpu else _TOKENS_AT_ONCE_ON_GPU
         for first in range(0, len(rows), step):
             part = slice(first, first + step)
             here, where = rows[part], places[part]
@@ -447,7 +447,7 @@ def _of_whole_logits(
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _NeededRows:
     """A few tokens, and the rows of the head that they need.
 
     Attributes:
@@ -475,18 +475,18 @@ class _Part:
             total[self.needed] += part.to(total.dtype)
 
 
-def _parts(kept: KeptSets, vocabulary: int) -> Iterator[_Part]:
+def _needed_rows(kept: KeptSets, vocabulary: int) -> Iterator[_NeededRows]:
     device = kept.ids.device
     for tokens, ids in kept.chunks(_TOKENS if device.type == "cpu" else _TOKENS_ON_GPU):
         rows = kept.tokens[ids] - tokens.start
         needed, columns = np.unique(kept.host.ids[ids], return_inverse=True)
         if len(needed) > _MOST * vocabulary:
-            yield _Part(tokens, ids, None, rows, kept.ids[ids])
+            yield _NeededRows(tokens, ids, None, rows, kept.ids[ids])
         else:
             here, columns_here = (
                 sent(torch.from_numpy(found.astype(np.int64)), device) for found in (needed, columns)
             )
-            yield _Part(tokens, ids, here, rows, columns_here)
+            yield _NeededRows(tokens, ids, here, rows, columns_here)
 
 
 class _KeptProduct(torch.autograd.Function):
@@ -505,7 +505,7 @@ class _KeptProduct(torch.autograd.Function):
         ctx.kept, ctx.dtype = kept, dtype
         found = hidden.new_empty(len(kept.ids), dtype=torch.promote_types(dtype, torch.float32))
         with torch.autocast(hidden.device.type, enabled=False):
-            for part in _parts(kept, len(weight)):
+            for part in _needed_rows(kept, len(weight)):
                 own_bias = None if bias is None else part.weight(bias, dtype)
                 logits = torch.nn.functional.linear(
                     hidden[part.tokens].to(dtype), part.weight(weight, dtype), own_bias
@@ -521,7 +521,7 @@ class _KeptProduct(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
         of_weight = torch.zeros_like(weight) if wanted[1] else None
         of_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
-        for part in _parts(ctx.kept, len(weight)):
+        for part in _needed_rows(ctx.kept, len(weight)):
             states = hidden[part.tokens].to(ctx.dtype)
             needed = len(weight) if part.needed is None else len(part.needed)
             spread = states.new_zeros(len(states), needed)

@@ -1,6 +1,6 @@
 """Forward, proof and backward of one micro-batch, and the sums of an optimizer step.
 
-Of the sequences without a gradient (advantage or weight zero), those that are drawn are scored without gradient, only
+Of the sequences without a gradient (advantage or weight zero), those that are picked are scored without gradient, only
 to be verified; the others are left aside. If a pass before the first step has scored them, they are not scored again,
 and those scores are counted and logged.
 
@@ -44,7 +44,7 @@ Reals64 = NDArray[np.float64]
 
 
 @dataclass(slots=True)
-class UpdateSums:
+class StepSums:
     """Sums over the tokens of an optimizer step. The sums of its parts and of its ranks can be added.
 
     Attributes:
@@ -70,7 +70,7 @@ class UpdateSums:
         }
 
     @classmethod
-    def of(cls, parts: Sequence[dict[str, Any]], evidence: Evidence) -> UpdateSums:
+    def of(cls, parts: Sequence[dict[str, Any]], evidence: Evidence) -> StepSums:
         """The sum of the `data` of several ranks. `evidence` is empty."""
         total = cls(evidence)
         for data in parts:
@@ -91,9 +91,7 @@ _RATIO, _SQUARES = "sampling/importance_sampling_ratio/mean", "_squared_ratios"
 
 
 @torch.no_grad()
-def measure(
-    packs: Sequence[tuple[TokenBatch, TokenScores]], sums: UpdateSums, stands_for: float = 1.0
-) -> None:
+def measure(packs: Sequence[tuple[TokenBatch, TokenScores]], sums: StepSums, stands_for: float = 1) -> None:
     """Log the figures that every method has, for every token that went through the model, learned from or not.
 
     Args:
@@ -117,7 +115,7 @@ def measure(
             sums.tally.mean("sampling/forced_share", (batch.support == 1).float(), weight=stands_for)
 
 
-def measure_scored(sequences: Sequence[TrainingSequence], sums: UpdateSums) -> None:
+def measure_scored(sequences: Sequence[TrainingSequence], sums: StepSums) -> None:
     """Log the same figures for sequences that were scored before the first step and are not scored again."""
     if sequences:
         names = "behaviour_logps", "old_logps", "entropies"
@@ -127,7 +125,7 @@ def measure_scored(sequences: Sequence[TrainingSequence], sums: UpdateSums) -> N
 
 
 def _note(
-    behaviour: Reals64, old_logps: Reals64, entropies: Reals64, sums: UpdateSums, stands_for: float = 1.0
+    behaviour: Reals64, old_logps: Reals64, entropies: Reals64, sums: StepSums, stands_for: float = 1.0
 ) -> None:
     tally, count = sums.tally, len(behaviour)
     ratios = np.exp(old_logps - behaviour)
@@ -223,7 +221,7 @@ class Policy:
 
         Args:
             evidence: keeps rows of logits of the pack.
-            before_steps: as in `Evidence.rows`. Then the sums for bets are computed too, where the pack has a drawn
+            before_steps: as in `Evidence.rows`. Then the sums for bets are computed too, where the pack has a picked
                 sequence.
         """
         with self.autocast(), hidden_states(self.model) as seen:
@@ -237,7 +235,7 @@ class Policy:
                 fp32_head=config.cast_lm_head_to_fp32,
                 critic=self.critic,
                 rules=self.rules,
-                draws=before_steps and any(s.drawn for s in pack.sequences),
+                draws=before_steps and any(s.picked for s in pack.sequences),
                 routing=routing,
             )
             shards = sharded(self.model)
@@ -291,23 +289,23 @@ def learn(
     sequences: Sequence[TrainingSequence],
     objective: Objective,
     clock: PhaseClock,
-    sums: UpdateSums,
+    sums: StepSums,
     watch: LossWatch,
     router: RouterLoss | None = None,
-    part: int = 0,
+    index: int = 0,
 ) -> float:
     """Accumulate the gradients of a micro-batch, and add its figures to `sums`. Returns its share of the step's loss.
 
     Args:
         router: the auxiliary loss of the step; None: there is none.
-        part: index of the micro-batch within its generation, over all ranks.
+        index: of the micro-batch within its generation, over all ranks.
 
     Raises:
         ProofError: a sequence brings something else, the forward gives other log-probs than a plain one, or the
             gradient of a log-prob is not what the method's formula gives.
     """
     with policy.casts_kept():
-        return _learn(policy, sequences, objective, clock, sums, watch, router, part)
+        return _learn(policy, sequences, objective, clock, sums, watch, router, index)
 
 
 def _learn(
@@ -315,22 +313,19 @@ def _learn(
     sequences: Sequence[TrainingSequence],
     objective: Objective,
     clock: PhaseClock,
-    sums: UpdateSums,
+    sums: StepSums,
     watch: LossWatch,
     router: RouterLoss | None,
-    part: int,
+    index: int,
 ) -> float:
     config, before = objective.config, sums.loss
-    moving: list[TrainingSequence] = []
-    still: list[TrainingSequence] = []
-    for s in sequences:
-        (moving if objective.has_gradient(s) else still).append(s)
+    moving = [s for s in sequences if objective.has_gradient(s)]
+    still = [s for s in sequences if not objective.has_gradient(s)]
     learned: list[tuple[TokenBatch, TokenScores]] = []
     losses: list[torch.Tensor] = []
     with clock.phase("forward_backward"):
-        for pack in (
-            pack for own in watch.part(part, sequences, moving) for pack in policy.packs(own, config)
-        ):
+        apart = watch.micro_batch(index, sequences, moving)
+        for pack in (pack for own in apart for pack in policy.packs(own, config)):
             with policy.learning():
                 scores = policy.score(
                     pack,
@@ -395,16 +390,16 @@ class OptimizerStep:
     ) -> None:
         self._objective, self._clock, self._ranks, self._watch = objective, clock, ranks, watch
         self._router = router
-        self._sums = UpdateSums(watch.evidence())
+        self._sums = StepSums(watch.evidence())
         self._failure: Exception | None = None
 
-    def learn(self, policy: Policy, sequences: Sequence[TrainingSequence], part: int = 0) -> float:
+    def learn(self, policy: Policy, sequences: Sequence[TrainingSequence], index: int = 0) -> float:
         """`learn` with the arguments of the step. With several ranks, `finish` raises its error, on every rank."""
         if self._failure is not None:
             return 0.0
         try:
             return learn(
-                policy, sequences, self._objective, self._clock, self._sums, self._watch, self._router, part
+                policy, sequences, self._objective, self._clock, self._sums, self._watch, self._router, index
             )
         except Exception as error:
             if self._ranks.count == 1:
@@ -414,15 +409,13 @@ class OptimizerStep:
 
     def logps(self) -> Scores:
         """The log-probs that this rank's forwards gave so far, where no pass had scored the tokens before the step."""
-        return {
-            s.name: reals(part)
-            for sequences, logps in self._sums.logps
-            for s, part in zip(
-                sequences, cut(logps.float().cpu().numpy(), [s.length for s in sequences]), strict=True
-            )
-        }
+        found: Scores = {}
+        for sequences, logps in self._sums.logps:
+            columns = cut(logps.float().cpu().numpy(), [s.length for s in sequences])
+            found |= {s.name: reals(own) for s, own in zip(sequences, columns, strict=True)}
+        return found
 
-    def finish(self, trained: Sequence[torch.nn.Parameter]) -> UpdateSums:
+    def finish(self, trained: Sequence[torch.nn.Parameter]) -> StepSums:
         """Do everything between the last backward and the optimizer, on every rank. Returns the sums over all ranks.
 
         Args:
@@ -440,11 +433,11 @@ class OptimizerStep:
             return self._sums.data()
 
         def work(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-            total = UpdateSums.of(parts, self._watch.evidence())
+            total = StepSums.of(parts, self._watch.evidence())
             self._watch.summed(total)
             return [total.data()] * len(parts)
 
-        total = UpdateSums.of([self._ranks.call("step", offer, work)], self._watch.evidence())
+        total = StepSums.of([self._ranks.call("step", offer, work)], self._watch.evidence())
         for parameter in trained:
             # If all rewards agree, the gradient is zero. AdamW still updates with a zero gradient; with None it would
             # not.

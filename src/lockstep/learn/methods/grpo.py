@@ -175,7 +175,7 @@ class GRPOConfig(GroupConfig):
             TRL_LOGGER.warning(said)
 
 
-_NAME = "_bonus"
+_BONUS = "_bonus"
 
 
 class EntropyBonus:
@@ -205,16 +205,16 @@ class EntropyBonus:
         """A pack's share of the bonus; a scalar. `kept` is (N,): 1 for tokens that the policy learns from, else 0."""
         learned = entropies * kept
         both = torch.stack([learned.detach().sum(), kept.sum().to(learned.dtype)])
-        tally.later(both, lambda sums: tally.mean(_NAME, float(sums[0]), int(sums[1])))
+        tally.later(both, lambda sums: tally.mean(_BONUS, float(sums[0]), int(sums[1])))
         low = self._last_entropy <= self._config.entropy_target
         coefficient = self.coefficient if low or not self._config.use_adaptive_entropy else 0.0
         return coefficient * learned.sum() / max(self._tokens, 1)
 
     def finish_step(self, tally: Tally) -> float:
         """Update the coefficient with the step's entropies over all ranks, and return it."""
-        config, tokens = self._config, tally.count(_NAME)
+        config, tokens = self._config, tally.count(_BONUS)
         if config.use_adaptive_entropy and tokens:
-            self._last_entropy = tally.total(_NAME) / tokens
+            self._last_entropy = tally.total(_BONUS) / tokens
             up = self._last_entropy <= config.entropy_target
             moved = self.coefficient + (config.entropy_coef_delta if up else -config.entropy_coef_delta)
             self.coefficient = min(max(moved, config.entropy_coef_min), config.entropy_coef_max)
