@@ -220,25 +220,21 @@ class Distribution:
         same = {"stop": sampling.stop, "max_kept_ids": sampling.max_kept_ids, "end_ids": sampling.end_ids}
         plain = Sampling(sampling.max_tokens, **same)  # type: ignore[arg-type]
         found: dict[str, Distribution] = {}
+        bans = {"bad_words": (), "allowed_token_ids": None, "min_tokens": 0}
         settings = {
             "top_k, top_p and min_p": {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
             "the grammar": {"grammar": None},
             "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
             "logit_bias": {"logit_bias": ()},
-            "bad_words, allowed_token_ids and min_tokens": {
-                "bad_words": (),
-                "allowed_token_ids": None,
-                "min_tokens": 0,
-            },
+            "bad_words, allowed_token_ids and min_tokens": bans,
         }
         for name, neutral in settings.items():
             other = replace(sampling, **neutral)  # type: ignore[arg-type]
             if other != sampling:
                 found[f"a distribution without {name}"] = replace(self, sampling=other)
         if sampling.repetition_penalty != 1.0:
-            found["a distribution whose repetition_penalty does not count the prompt"] = replace(
-                self, penalised="completion"
-            )
+            without = replace(self, penalised="completion")
+            found["a distribution whose repetition_penalty does not count the prompt"] = without
         if sampling.presence_penalty or sampling.frequency_penalty:
             found["a distribution whose penalties count the prompt"] = replace(self, penalised="all")
         if plain != sampling and plain not in [other.sampling for other in found.values()]:

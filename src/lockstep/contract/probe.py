@@ -117,9 +117,8 @@ def probe_experts(seed: int, module: str, experts: int, *, every: bool) -> list[
     """Indices of the experts that the probe computes, ascending: all if `every` is true, otherwise a random sample."""
     if every or experts <= SAMPLED_EXPERTS:
         return list(range(experts))
-    return sorted(
-        torch.randperm(experts, generator=_generator(seed, f"{module}\x1fexperts"))[:SAMPLED_EXPERTS].tolist()
-    )
+    order = torch.randperm(experts, generator=_generator(seed, f"{module}\x1fexperts"))
+    return sorted(order[:SAMPLED_EXPERTS].tolist())
 
 
 def expert_input(seed: int, module: str, size: int) -> torch.Tensor:
@@ -216,9 +215,5 @@ def fields_of_parts(text: Any, whole: Any) -> dict[str, Any]:
         whole: config of the whole model. For a model without pictures this is `text` itself.
     """
     tower = getattr(whole, "vision_config", None)
-    vision = (
-        {}
-        if tower is None
-        else {f"vision_config.{name}": value for name, value in model_fields(tower).items()}
-    )
-    return model_fields(text) | vision
+    vision = {} if tower is None else model_fields(tower)
+    return model_fields(text) | {f"vision_config.{name}": value for name, value in vision.items()}

@@ -95,9 +95,8 @@ def device_digests(named: Sequence[Named], key: int) -> torch.Tensor:
     if not named:
         return torch.empty(0, _LANES, dtype=torch.int64)
     device = named[0][1].device
-    multipliers = _on_device(
-        key, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    )
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    multipliers = _on_device(key, device, stream)
     with torch.no_grad():
         contents = torch.stack([_content(tensor.detach(), multipliers) for _, tensor in named])
         return contents + sent(torch.tensor([_outline(n, t, key) for n, t in named]), device)
@@ -133,11 +132,9 @@ def _row_sums(part: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
 
 
 def _outline(name: str, tensor: torch.Tensor, key: int) -> list[int]:
-    outline = json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode()
-    digest = hashlib.blake2b(
-        outline, digest_size=8 * _LANES, key=key.to_bytes(KEY_BITS // 8, "little")
-    ).digest()
-    return np.frombuffer(digest, dtype="<i8").tolist()
+    outline, secret = [name, str(tensor.dtype), list(tensor.shape)], key.to_bytes(KEY_BITS // 8, "little")
+    digest = hashlib.blake2b(json.dumps(outline).encode(), digest_size=8 * _LANES, key=secret)
+    return np.frombuffer(digest.digest(), dtype="<i8").tolist()
 
 
 @lru_cache(maxsize=4)
@@ -344,9 +341,8 @@ def begin_specs(
         known |= zip(own, push.devices.begin(list(own.values()), key), strict=True)
     outlines = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
     digests = [known[identity] for identity in identities]
-    return Begun(
-        outlines, digests, [digest for digest, key in zip(digests, keys, strict=True) if key is None]
-    )
+    on_host = [digest for digest, key in zip(digests, keys, strict=True) if key is None]
+    return Begun(outlines, digests, on_host)
 
 
 def described(

@@ -98,10 +98,8 @@ def experts_per_token(model: PreTrainedModel) -> int:
 
 def chosen_experts(logits: Sequence[torch.Tensor], top_k: int) -> torch.Tensor:
     """(L, T, K) ids of the experts of T positions, ascending, from each layer's (T, E) or (B, T / B, E) logits."""
-    layers = [
-        layer.reshape(-1, layer.shape[-1]).float().softmax(-1).topk(top_k, dim=-1).indices for layer in logits
-    ]
-    return torch.stack(layers).sort(-1).values
+    wide = torch.stack([layer.reshape(-1, layer.shape[-1]).float() for layer in logits])
+    return wide.softmax(-1).topk(top_k, dim=-1).indices.sort(-1).values
 
 
 # By how much the two losses may differ. In half precision a model rounds its routers' probabilities to few digits.

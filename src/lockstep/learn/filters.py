@@ -59,9 +59,8 @@ class Moves:
         """(E,) moved logits."""
         moved = logits + self.bias
         moved = torch.where(self.seen, moved * self._factor(moved, sampling), moved)
-        return (
-            moved - sampling.frequency_penalty * self.counts - sampling.presence_penalty * (self.counts > 0)
-        )
+        moved = moved - sampling.frequency_penalty * self.counts
+        return moved - sampling.presence_penalty * (self.counts > 0)
 
     def slopes(self, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         """(E,) derivative of each moved logit by the logit."""
@@ -169,15 +168,10 @@ class CompletionRules:
 
     def moves(self, ids: Ids, positions: Ids) -> Moves:
         """Moves of E pairs of an id and a position."""
-        counts = self._counts(ids, positions)
-        seen = counts > 0 if self._sampling.repetition_penalty != 1.0 else np.zeros(len(ids), dtype=bool)
+        counts, seen = self._counts(ids, positions), np.zeros(len(ids), dtype=bool)
         if self._sampling.repetition_penalty != 1.0:
-            seen |= np.isin(ids, self._prompt)
-        return Moves(
-            torch.from_numpy(self._biases(ids)),
-            torch.from_numpy(seen),
-            torch.from_numpy(counts.astype(np.float32)),
-        )
+            seen = (counts > 0) | np.isin(ids, self._prompt)
+        return Moves(*map(torch.from_numpy, (self._biases(ids), seen, counts.astype(np.float32))))
 
     def _biases(self, ids: Ids) -> NDArray[np.float32]:
         found = np.zeros(len(ids), dtype=np.float32)
@@ -190,9 +184,9 @@ class CompletionRules:
         if not self.rules.has_penalties:
             return np.zeros(len(ids), dtype=np.int64)
         # Sorted by id and then by place, the occurrences of an id before a position are neighbours.
-        width, keys = len(self._completion) + 1, self._keys
-        return np.searchsorted(keys, ids * width + self._places[positions]) - np.searchsorted(
-            keys, ids * width
+        first = ids * (len(self._completion) + 1)
+        return np.searchsorted(self._keys, first + self._places[positions]) - np.searchsorted(
+            self._keys, first
         )
 
     @cached_property

@@ -45,32 +45,23 @@ class AllScores:
 
     def data(self) -> dict[str, Any]:
         """The whole content, as JSON types and arrays. The scores of each kind are one array."""
-        return {
-            "evidence": self.evidence.data(),
-            **{
-                kind: {
-                    "names": list(scores),
-                    "lengths": [len(values) for values in scores.values()],
-                    "values": joined([*scores.values()]) if scores else reals([]),
-                }
-                for kind, scores in zip(_KINDS, (self.logps, self.entropies, self.values), strict=True)
-            },
-        }
+        found: dict[str, Any] = {"evidence": self.evidence.data()}
+        for kind in _KINDS:
+            scores: Scores = getattr(self, kind)
+            values = joined([*scores.values()]) if scores else reals([])
+            found[kind] = {"names": [*scores], "lengths": [*map(len, scores.values())], "values": values}
+        return found
 
     @classmethod
     def merged(cls, parts: Sequence[dict[str, Any]], evidence: Evidence) -> AllScores:
         """The scores of all ranks, from the `data` of each rank. `evidence` is empty."""
-        logps, entropies, critic_values = (
-            {
-                name: found
-                for part in (whole[kind] for whole in parts)
-                for name, found in zip(part["names"], cut(part["values"], part["lengths"]), strict=True)
-            }
-            for kind in _KINDS
-        )
-        for part in parts:
-            evidence.add(part["evidence"])
-        return cls(logps, entropies, critic_values, evidence)
+        scores: dict[str, Scores] = {kind: {} for kind in _KINDS}
+        for whole in parts:
+            evidence.add(whole["evidence"])
+            for kind, found in scores.items():
+                own = whole[kind]
+                found.update(zip(own["names"], cut(own["values"], own["lengths"]), strict=True))
+        return cls(**scores, evidence=evidence)
 
 
 @torch.no_grad()
@@ -93,30 +84,24 @@ def score_all(
         ProofError: a log-prob of the policy is not finite, or a proof of drawn tokens fails.
         InputError: a log-prob is not finite, and it is not measured.
     """
-    logps: Scores = {}
-    entropies: Scores = {}
-    critic_values: Scores = {}
+    found: dict[str, Scores] = {kind: {} for kind in _KINDS}
     for pack in policy.packs(sequences, config):
         scores = policy.score(pack, config, evidence, before_steps=measure)
         lengths = [s.length for s in pack.sequences]
         if measure:
-            found = [(pack.sequences, scores)]
-            evidence.tokens(pack.sequences, pack.column("behaviour_logps"), scores.logps, scores=found)
+            own = [(pack.sequences, scores)]
+            evidence.tokens(pack.sequences, pack.column("behaviour_logps"), scores.logps, scores=own)
         elif not bool(torch.isfinite(scores.logps).all()):
             raise InputError(
                 "the reference model, or the policy after an optimizer step, gives a sampled token no "
                 "finite log-prob; look at its weights and dtype, and at grad_norm"
             )
-        for by_name, values in (
-            (logps, scores.logps),
-            (entropies, scores.entropies),
-            (critic_values, scores.values),
-        ):
-            if values is not None:
+        for kind, by_name in found.items():
+            if (values := getattr(scores, kind)) is not None:
                 parts = cut(reals(values.cpu().numpy()), lengths)
                 by_name.update((s.name, part) for s, part in zip(pack.sequences, parts, strict=True))
     evidence.rows_compared(policy)
-    return AllScores(logps, entropies, critic_values, evidence)
+    return AllScores(**found, evidence=evidence)
 
 
 # One rollout in `_ONE_IN` is verified whatever its reward is; more of them in small generations, so that the verified
@@ -190,12 +175,9 @@ class Generation:
     def with_step(self, index: int, size: int, sequences: Sequence[TrainingSequence]) -> Generation:
         """A copy in which the sequences of one optimizer step are replaced by others with the same names."""
         by_name = {s.name: s for s in sequences}
-        first, end = index * size, (index + 1) * size
-        batches = tuple(
-            tuple(by_name[s.name] for s in batch) if first <= i < end else batch
-            for i, batch in enumerate(self.micro_batches)
-        )
-        return replace(self, micro_batches=batches)
+        batches, first, end = self.micro_batches, index * size, (index + 1) * size
+        others = tuple(tuple(by_name[s.name] for s in batch) for batch in batches[first:end])
+        return replace(self, micro_batches=batches[:first] + others + batches[end:])
 
     def changed(self, change: Callable[[TrainingSequence], TrainingSequence]) -> Generation:
         """A copy in which each sequence is replaced by `change(sequence)`."""
@@ -207,8 +189,8 @@ def picked_rollouts(groups: int, size: int, tokens: int, seed: int, number: int)
     """The places, within each group of a generation, of the rollouts that are verified whatever their rewards are.
 
     The choice does not depend on what was sampled. Otherwise the draws proof could not bet on the tokens. Every rollout
-    is picked with the same probability. Among a few generations in a row, all picked rollouts are in one. They are whole
-    groups, because the rollouts of a group share a prompt, and a part of one more group.
+    is picked with the same probability. Among a few generations in a row, all picked rollouts are in one. They are
+    whole groups, because the rollouts of a group share a prompt, and a part of one more group.
 
     Args:
         size: rollouts of a group.
@@ -296,9 +278,8 @@ def prepare_generation(
         step = torch.arange(start, min(start + per_step, len(advantaged)))
         step = step[counted[step]]
         if len(step):
-            weights[step] = torch.where(
-                kept[step] > 0, objective.sequence_weights(kept[step], places[step]), 0.0
-            )
+            own = objective.sequence_weights(kept[step], places[step])
+            weights[step] = torch.where(kept[step] > 0, own, 0.0)
     weighted = [s.but(weight=weight) for s, weight in zip(advantaged, weights.tolist(), strict=True)]
     split = [
         [whole] if len(own) == 1 else split_branches(whole, own)
@@ -437,13 +418,8 @@ class Preparation:
 
     def _score(self, policy: Policy, sequences: Sequence[TrainingSequence], *, measure: bool) -> AllScores:
         def own() -> AllScores:
-            return score_all(
-                policy,
-                share_of(sequences, self._ranks),
-                self._config,
-                self._watch.evidence(),
-                measure=measure,
-            )
+            mine = share_of(sequences, self._ranks)
+            return score_all(policy, mine, self._config, self._watch.evidence(), measure=measure)
 
         if self._ranks.count == 1:
             return own()

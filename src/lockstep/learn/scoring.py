@@ -214,7 +214,7 @@ class _Head:
     def of_rows(self, hidden: torch.Tensor, pack: Pack, rules: IdRules | None) -> TokenScores:
         """Scores from whole rows of logits. Tokens of equal branches share a row, which the head computes once."""
         rows, place, of_rows = _rows(pack, rules)
-        draws = self._sums(pack)
+        draws, there, support = self._sums(pack), sent(place, hidden.device), None
         logps, entropies = token_logps(
             self.logits,
             hidden[rows],
@@ -226,25 +226,15 @@ class _Head:
             rules=of_rows,
             draws=draws,
         )
-        bans = of_rows is not None and of_rows.rules.bans_ids
-        support = (
-            sent(of_rows.support, hidden.device)[sent(place, hidden.device)]
-            if of_rows is not None and bans
-            else None
-        )
-        return TokenScores(logps, entropies[sent(place, hidden.device)], support=support, draws=draws)
+        if of_rows is not None and of_rows.rules.bans_ids:
+            support = sent(of_rows.support, hidden.device)[there]
+        return TokenScores(logps, entropies[there], support=support, draws=draws)
 
     def among_kept(self, hidden: torch.Tensor, pack: Pack, rules: IdRules) -> TokenScores:
         """Scores among the kept ids. Each token has a set of its own, even if tokens share a predictor."""
         kept = KeptSets.of(pack.kept_ids(), flat(pack.sequences, "sampled_ids"), hidden.device)
-        logits = kept_logits(
-            self.module,
-            self.product,
-            hidden[pack.predictors],
-            kept,
-            chunk_size=self.chunk_size,
-            fp32_head=self.fp32,
-        )
+        own, size = hidden[pack.predictors], self.chunk_size
+        logits = kept_logits(self.module, self.product, own, kept, chunk_size=size, fp32_head=self.fp32)
         logits = transformed_logits(self.config, logits)
         if rules.moves_logits:
             logits = moves_of_kept(rules, pack.sequences, hidden.device).applied(logits, rules.sampling)
@@ -281,9 +271,7 @@ def _rows(pack: Pack, rules: IdRules | None) -> tuple[torch.Tensor, torch.Tensor
 def _places(pack: Pack) -> tuple[Ids, Ids]:
     """The (N,) sequence of each token, and the (N,) number of sampled ids before it in its sequence."""
     lengths = [s.length for s in pack.sequences]
-    return np.repeat(np.arange(len(lengths)), lengths), np.concatenate(
-        [np.arange(length) for length in lengths]
-    )
+    return np.repeat(np.arange(len(lengths)), lengths), np.concatenate([*map(np.arange, lengths)])
 
 
 def _who_sees_whom(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:

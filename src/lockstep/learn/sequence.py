@@ -178,15 +178,14 @@ def joined_branches(name: str, branches: Sequence[TrainingSequence]) -> Training
 
     The result has no inserted ids and is in no context: it must not be scored.
     """
-    columns: dict[str, Any] = {
-        field: joined([getattr(b, field) for b in branches])
-        for field in _SCORED
-        if branches and getattr(branches[0], field) is not None
-    }
+    nothing = whole_numbers([])
     if not branches:
-        columns = {field: reals([]) for field in _SCORED if field != "fresh"}
-    ids = joined([b.sampled_ids for b in branches]) if branches else whole_numbers([])
-    return TrainingSequence(name, prompt_ids=whole_numbers([]), completion_ids=ids, **columns)
+        columns: dict[str, Any] = {field: reals([]) for field in _SCORED if field != "fresh"}
+        return TrainingSequence(name, prompt_ids=nothing, completion_ids=nothing, **columns)
+    known = [field for field in _SCORED if getattr(branches[0], field) is not None]
+    columns = {field: joined([getattr(b, field) for b in branches]) for field in known}
+    ids = joined([b.sampled_ids for b in branches])
+    return TrainingSequence(name, prompt_ids=nothing, completion_ids=ids, **columns)
 
 
 def split_branches(whole: TrainingSequence, branches: Sequence[TrainingSequence]) -> list[TrainingSequence]:

@@ -62,12 +62,8 @@ class StepSums:
 
     def data(self) -> dict[str, Any]:
         """The whole content but `logps`, as JSON types."""
-        return {
-            "evidence": self.evidence.data(),
-            "loss": self.loss,
-            "aside": self.aside,
-            "tally": self.tally.data(),
-        }
+        own = {"loss": self.loss, "aside": self.aside}
+        return {"evidence": self.evidence.data(), "tally": self.tally.data(), **own}
 
     @classmethod
     def of(cls, parts: Sequence[dict[str, Any]], evidence: Evidence) -> StepSums:
@@ -139,10 +135,8 @@ def _note(
 def as_float64(*columns: Reals64 | NDArray[np.float32] | torch.Tensor) -> list[Reals64]:
     """(N,) values of several columns in float64, on the host. Tensors on another device are copied together."""
     tensors = iter(on_host([column for column in columns if isinstance(column, torch.Tensor)]))
-    return [
-        next(tensors).double().numpy() if isinstance(column, torch.Tensor) else column.astype(np.float64)
-        for column in columns
-    ]
+    hosts = [next(tensors).double().numpy() if isinstance(c, torch.Tensor) else c for c in columns]
+    return [column.astype(np.float64, copy=False) for column in hosts]
 
 
 class RouterLoss:

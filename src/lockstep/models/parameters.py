@@ -61,15 +61,12 @@ def checkpoint_tensors(
     if named is None:
         named = dict(model.named_parameters(remove_duplicate=False))
     ranges = _row_ranges(model, named)
-    return [
-        CheckpointTensor(
-            part.name,
-            tensor.detach().flatten(0, 1).narrow(0, part.start, part.rows) if part.rows else tensor,
-            name,
-        )
-        for name, tensor in named.items()
-        for part in ranges.get(name, (RowRange(name),))
-    ]
+    found = []
+    for name, tensor in named.items():
+        for part in ranges.get(name, (RowRange(name),)):
+            own = tensor.detach().flatten(0, 1).narrow(0, part.start, part.rows) if part.rows else tensor
+            found.append(CheckpointTensor(part.name, own, name))
+    return found
 
 
 def expert_names(model: torch.nn.Module) -> list[str]:
@@ -101,14 +98,13 @@ def _row_ranges_of(model: PreTrainedModel, name: str, parameter: torch.Tensor) -
     ranges = []
     for checkpoint_name, row_numbers in revert_weight_conversion(model, {name: rows}).items():
         row_numbers = row_numbers.flatten()
-        if not torch.equal(
-            row_numbers, torch.arange(int(row_numbers[0]), int(row_numbers[0]) + len(row_numbers))
-        ):
+        first, count = int(row_numbers[0]), len(row_numbers)
+        if not torch.equal(row_numbers, torch.arange(first, first + count)):
             raise InputError(
                 f"{checkpoint_name} is stored in {name} in a way that cannot be sent to vLLM; set use_vllm "
                 "to false, or train another model"
             )
-        ranges.append(RowRange(checkpoint_name, int(row_numbers[0]), len(row_numbers)))
+        ranges.append(RowRange(checkpoint_name, first, count))
     return tuple(sorted(ranges, key=lambda part: part.start))
 
 

@@ -71,11 +71,8 @@ def check_finite(name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> N
 
     Codes of quantised weights (integers) are not checked.
     """
-    bounds = {
-        label: torch.stack(p.detach().aminmax())
-        for label, p in parameters
-        if p.is_floating_point() and p.numel() and not p.is_meta
-    }
+    checked = ((label, p) for label, p in parameters if p.is_floating_point() and p.numel() and not p.is_meta)
+    bounds = {label: torch.stack(p.detach().aminmax()) for label, p in checked}
     bad = [label for label, pair in bounds.items() if not bool(pair.isfinite().all())]
     if bad:
         raise InputError(
@@ -182,10 +179,9 @@ def fp32_head_product(head: torch.nn.Module, hidden: torch.Tensor) -> torch.Tens
     """(…, V) float32 logits of an output head, computed in float32 for any dtype of head and input."""
     weight: torch.Tensor = head.weight  # type: ignore[assignment]
     bias: torch.Tensor | None = getattr(head, "bias", None)
+    wide = None if bias is None else bias.float()
     with torch.autocast(hidden.device.type, enabled=False):
-        return torch.nn.functional.linear(
-            hidden.float(), weight.float(), None if bias is None else bias.float()
-        )
+        return torch.nn.functional.linear(hidden.float(), weight.float(), wide)
 
 
 def switch_off_dropout(model: torch.nn.Module) -> None:
@@ -205,21 +201,17 @@ def _dropouts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, st
         if isinstance(module, torch.nn.Dropout):
             yield place, module, "p"
         # Attention layers of transformers store their dropout as a number.
-        numbers = [
-            name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)
-        ]
-        yield from ((place, module, name) for name in numbers)
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                yield place, module, name
 
 
 def first_line(error: Exception) -> str:
     """The first line of a library's error, after its kind where the text alone is unclear, as of a KeyError."""
-    lines = str(error).strip().splitlines()
-    kind = type(error).__name__
-    return (
-        (lines[0] if isinstance(error, OSError | ValueError | RuntimeError) else f"{kind}: {lines[0]}")
-        if lines
-        else kind
-    )
+    lines, kind = str(error).strip().splitlines(), type(error).__name__
+    if not lines:
+        return kind
+    return lines[0] if isinstance(error, OSError | ValueError | RuntimeError) else f"{kind}: {lines[0]}"
 
 
 # The fields in which configs list the kinds of their layers.

@@ -358,11 +358,8 @@ class _Merged(torch.autograd.Function):
         query, key, value, out, total = ctx.saved_tensors
         tree: TreeAttention = ctx.tree
         if tree.fast:
-            return (
-                *half_backward(of_out, query, key, value, out, total, tree.plan, tree.masks, ctx.scale),
-                None,
-                None,
-            )
+            saved = query, key, value, out, total
+            return (*half_backward(of_out, *saved, tree.plan, tree.masks, ctx.scale), None, None)
         of_query, of_key, of_value = (torch.zeros_like(part) for part in (query, key, value))
 
         def add(
@@ -370,16 +367,8 @@ class _Merged(torch.autograd.Function):
         ) -> None:
             rows = slice(start, stop)
             k, v = columns_of(key, columns), columns_of(value, columns)
-            of_q, of_k, of_v = _BACKWARD(
-                *(part[:, :, rows] for part in (of_out, query)),
-                k,
-                v,
-                *(part[:, :, rows] for part in (out, total)),
-                0.0,
-                chain,
-                attn_mask=mask,
-                scale=ctx.scale,
-            )
+            of_o, q, o, sums = (part[:, :, rows] for part in (of_out, query, out, total))
+            of_q, of_k, of_v = _BACKWARD(of_o, q, k, v, o, sums, 0.0, chain, attn_mask=mask, scale=ctx.scale)
             of_query[:, :, rows] += of_q
             add_to_columns(of_key, columns, of_k)
             add_to_columns(of_value, columns, of_v)

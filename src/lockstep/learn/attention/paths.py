@@ -13,6 +13,7 @@ are computed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from lockstep.devices import sent
 from lockstep.learn.attention.plan import PathCall
 from lockstep.learn.pack import Ints
 
+_sdpa = torch.nn.functional.scaled_dot_product_attention
 _HALF = (torch.float16, torch.bfloat16)
 # The widest heads that PyTorch's flash kernel takes.
 _WIDEST = 256
@@ -41,13 +43,9 @@ def causal_attention(
     shared = query.shape[1] != key.shape[1] and _takes_fewer_key_heads(query, value)
     if not shared:
         key, value = with_all_heads(query, key, value)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    if rows == columns:
-        return attend(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
-    # GPU kernels have this option.
-    return attend(
-        query, key, value, attn_mask=causal_lower_right(rows, columns), scale=scale, enable_gqa=shared
-    )
+    attend = partial(_sdpa, query, key, value, scale=scale, enable_gqa=shared)
+    # GPU kernels have the option of the second kind.
+    return attend(is_causal=True) if rows == columns else attend(attn_mask=causal_lower_right(rows, columns))
 
 
 def with_all_heads(
@@ -55,11 +53,9 @@ def with_all_heads(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values with as many heads as the queries."""
     groups = query.shape[1] // key.shape[1]
-    return (
-        (key, value)
-        if groups == 1
-        else (key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
-    )
+    if groups == 1:
+        return key, value
+    return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 
 def _takes_fewer_key_heads(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -247,13 +243,11 @@ def capped_attention(
             less.
         cap: the largest score, before the softmax.
     """
-    groups = query.shape[1] // key.shape[1]
-    key, value = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value))
+    key, value = with_all_heads(query, key, value)
     rows, columns = query.shape[2], key.shape[2]
     scores = torch.tanh(query @ key.transpose(-1, -2) * (scale / cap)) * cap
     if mask is None:
         mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
-    shares = scores.masked_fill(~mask, -torch.inf).softmax(
-        -1, dtype=torch.promote_types(scores.dtype, torch.float32)
-    )
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    shares = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=wide)
     return shares.to(value.dtype) @ value

@@ -266,12 +266,8 @@ def microseconds_of(plan: AttentionPlan | Sequence[PathCall]) -> float:
     for block in plan.blocks:
         rows, above, own = block.stop - block.start, size_of(block.above), size_of(block.columns)
         pairs = rows * (above + own / 2) if block.chain else _MASKED_PAIR * rows * (above + own)
-        total += (
-            LAUNCH * (OF_BLOCK if block.chain else OF_MASKED)
-            + ROW * rows
-            + COLUMN * (above + own)
-            + PAIR * pairs
-        )
+        total += LAUNCH * (OF_BLOCK if block.chain else OF_MASKED)
+        total += ROW * rows + COLUMN * (above + own) + PAIR * pairs
     return total
 
 

@@ -299,24 +299,18 @@ class GRPOObjective(Objective[GRPOConfig]):
 
     def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
         config = self.config
-        ratios = importance_ratios(
-            batch.logps, batch.old_logps, batch.segments, config.importance_sampling_level
-        )
+        level = config.importance_sampling_level
+        ratios = importance_ratios(batch.logps, batch.old_logps, batch.segments, level)
         correction, kept = self.correction(batch), batch.kept()
         token = self._policy_loss(batch, ratios, correction, tally)
         if config.loss_type in _CLIPPED:
-            note_clipping(batch, token, tally, by_sequence=config.importance_sampling_level == "sequence")
+            note_clipping(batch, token, tally, by_sequence=level == "sequence")
         loss = token.loss * kept
         if config.off_policy_mask_threshold is not None:
             # This includes both the numerical difference between engine and trainer and the change of the policy
             # since sampling.
-            loss = loss * off_policy_mask(
-                batch.logps,
-                batch.behaviour_logps,
-                batch.advantages,
-                batch.segments,
-                config.off_policy_mask_threshold,
-            )
+            columns = batch.logps, batch.behaviour_logps, batch.advantages
+            loss = loss * off_policy_mask(*columns, batch.segments, config.off_policy_mask_threshold)
         if correction is not None and config.loss_type != "vespo":
             loss = loss * correction
         if self.uses_reference:
@@ -335,24 +329,21 @@ class GRPOObjective(Objective[GRPOConfig]):
         self, batch: TokenBatch, ratios: torch.Tensor, correction: torch.Tensor | None, tally: Tally
     ) -> TokenLoss:
         config = self.config
+        advantages = batch.advantages
         if config.loss_type in _CLIPPED:
-            return clipped_policy_loss(
-                ratios, batch.advantages, config.epsilon, config.clip_high, config.delta
-            )
+            return clipped_policy_loss(ratios, advantages, config.epsilon, config.clip_high, config.delta)
         if config.loss_type == "cispo":
-            token = cispo_loss(ratios, batch.logps, batch.advantages, config.clip_high)
+            token = cispo_loss(ratios, batch.logps, advantages, config.clip_high)
             clipped = token.high_clipped.float()
             of_completions = config.importance_sampling_level == "sequence"
             tally.mean("cispo_clip_ratio", batch.segments.means(clipped) if of_completions else clipped)
             return token
         if config.loss_type == "sapo":
-            return sapo_loss(
-                ratios, batch.advantages, config.sapo_temperature_pos, config.sapo_temperature_neg
-            )
+            return sapo_loss(ratios, advantages, config.sapo_temperature_pos, config.sapo_temperature_neg)
         token, phi = vespo_loss(
             batch.logps,
             batch.old_logps,
-            batch.advantages,
+            advantages,
             batch.segments,
             correction,
             config.vespo_k_pos,

@@ -165,11 +165,8 @@ class Tally:
         """Every mean and extreme to log, by name, without means of nothing and names that begin with `_`."""
         self._settle()
         means = {name: total / count for name, (total, count) in self._sums.items() if count}
-        return {
-            name: value
-            for name, value in (means | self._lows | self._highs).items()
-            if not name.startswith("_")
-        }
+        found = means | self._lows | self._highs
+        return {name: value for name, value in found.items() if not name.startswith("_")}
 
     def add(self, data: dict[str, Any]) -> None:
         """Add the content of another tally, as its `data` returns it."""
@@ -312,17 +309,11 @@ def scores_by_function(
     In float64, because in float32 a group with equal scores could get a tiny advantage from rounding.
     """
     names = list(groups[0].rollouts[0].scores)
-    nan = float("nan")
-    scores = [
-        torch.tensor(
-            [
-                [nan if (score := r.scores[n]) is None else float(score) for n in names]
-                for r in group.rollouts
-            ],
-            dtype=torch.float64,
-        )
-        for group in groups
-    ]
+
+    def of_rollout(rollout: Rollout) -> list[float]:
+        return [math.nan if (score := rollout.scores[name]) is None else float(score) for name in names]
+
+    scores = [torch.tensor([*map(of_rollout, g.rollouts)], dtype=torch.float64) for g in groups]
     given = list(weights) if weights is not None else []
     # The scores of environments stand behind those of the functions, and have weight 1.
     return scores, torch.tensor([*given, *([1.0] * (len(names) - len(given)))])
@@ -355,12 +346,8 @@ def note_clipping(batch: TokenBatch, token: TokenLoss, tally: Tally, *, by_seque
     def note(counts: np.ndarray[Any, np.dtype[np.float64]]) -> None:
         low, high = means = counts / np.maximum(lengths, 1)
         sums, count = (means.sum(1), len(lengths)) if by_sequence else (counts.sum(1), int(lengths.sum()))
-        for name, total in (
-            ("low_mean", sums[0]),
-            ("high_mean", sums[1]),
-            ("region_mean", sums[0] + sums[1]),
-        ):
-            tally.mean(f"clip_ratio/{name}", float(total), count)
+        for name, total in {"low": sums[0], "high": sums[1], "region": sums[0] + sums[1]}.items():
+            tally.mean(f"clip_ratio/{name}_mean", float(total), count)
         tally.low("clip_ratio/low_min", float(low.min()))
         tally.high("clip_ratio/high_max", float(high.max()))
 
