@@ -184,10 +184,8 @@ class CompletionRules:
         if not self.rules.has_penalties:
             return np.zeros(len(ids), dtype=np.int64)
         # Sorted by id and then by place, the occurrences of an id before a position are neighbours.
-        first = ids * (len(self._completion) + 1)
-        return np.searchsorted(self._keys, first + self._places[positions]) - np.searchsorted(
-            self._keys, first
-        )
+        keys, first = self._keys, ids * (len(self._completion) + 1)
+        return np.searchsorted(keys, first + self._places[positions]) - np.searchsorted(keys, first)
 
     @cached_property
     def _keys(self) -> Ids:

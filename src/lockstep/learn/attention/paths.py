@@ -24,7 +24,6 @@ from lockstep.devices import sent
 from lockstep.learn.attention.plan import PathCall
 from lockstep.learn.pack import Ints
 
-_sdpa = torch.nn.functional.scaled_dot_product_attention
 _HALF = (torch.float16, torch.bfloat16)
 # The widest heads that PyTorch's flash kernel takes.
 _WIDEST = 256
@@ -43,8 +42,9 @@ def causal_attention(
     shared = query.shape[1] != key.shape[1] and _takes_fewer_key_heads(query, value)
     if not shared:
         key, value = with_all_heads(query, key, value)
-    attend = partial(_sdpa, query, key, value, scale=scale, enable_gqa=shared)
-    # GPU kernels have the option of the second kind.
+    attention = torch.nn.functional.scaled_dot_product_attention
+    attend = partial(attention, query, key, value, scale=scale, enable_gqa=shared)
+    # The kernels of GPUs have the option of the second kind.
     return attend(is_causal=True) if rows == columns else attend(attn_mask=causal_lower_right(rows, columns))
 
 
