@@ -41,8 +41,7 @@ _VOCABULARY = 64
 _FP32 = torch.float32.itemsize
 
 
-# ---- bytes of tensors
-# --------------------------------------------------------------------------------------------------
+# ---- bytes of tensors --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +151,7 @@ def adapter_bytes(adapted: torch.nn.Module, dtype: torch.dtype) -> int:
     return total
 
 
-# ---- activations
-# -------------------------------------------------------------------------------------------------------
+# ---- activations -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +276,7 @@ def kept_per_position(shape: LayerShape, work: LargestForward) -> int:
     return total + shape.experts * routed - (hidden * computed if casts else 0)
 
 
-# ---- models without memory
-# ---------------------------------------------------------------------------------------------
+# ---- models without memory ---------------------------------------------------------------------------------
 
 
 def empty_base(path: str, config: OnlineConfig, quantization_config: Any = None) -> PreTrainedModel:
@@ -324,8 +321,7 @@ def _keep_in_float32(model: PreTrainedModel) -> None:
             parameter.data = parameter.data.float()
 
 
-# ---- devices
-# -----------------------------------------------------------------------------------------------------------
+# ---- devices -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +392,7 @@ def _limit(file: Path) -> float:
         return math.inf
 
 
-# ---- a run -------------------------------------------------------------------------------------------------------
+# ---- a run -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -653,8 +649,7 @@ def _engine_parts(
     return [Part(ENGINE, weights, detail="its weights"), Part(CACHE, cache * workers, detail=more)]
 
 
-# ---- what a user is told
-# -----------------------------------------------------------------------------------------------
+# ---- what a user is told -----------------------------------------------------------------------------------
 
 
 def check_memory(config: OnlineConfig, given: RunModels) -> None:

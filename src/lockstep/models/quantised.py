@@ -1,8 +1,7 @@
-"""Base weights in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: their settings, and the values that layers compute
-with.
+"""Base weights in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: their settings, and the values of their codes.
 
-The adapter's delta is added to these values, and the engine gets the sum in full precision. An engine never quantises
-again what the trainer has quantised.
+The adapter's delta is added to these values, with which layers compute, and the engine gets the sum in full precision.
+An engine never quantises again what the trainer has quantised.
 """
 
 from __future__ import annotations
