@@ -639,8 +639,7 @@ def _mismatch(check: str, found: str) -> ProofError:
     )
 
 
-# Top-k keeps every id whose logit equals the k-th largest. In bfloat16 many logits are equal: at most so many, or
-# this share of k.
+# Top-k keeps every id that equals the k-th largest. In bfloat16 at most so many are equal, or this share of k.
 _TIES, _SHARE_OF_TIES = 256, 0.25
 # Rounding of a log-prob in float32.
 _ROUNDING = 1e-3

@@ -27,8 +27,7 @@ from lockstep.learn.sequence import TrainingSequence
 from lockstep.tokens.arrays import Flags, Ids, chosen, places_of
 from lockstep.tokens.chat import embedding_rows, end_ids
 
-# A banned id gets this logit. Its probability is exactly 0, and products with it stay finite, which they would not
-# with −inf.
+# A banned id gets this logit. Its probability is exactly 0, and unlike −inf it leaves products finite.
 BANNED = -1e30
 
 

@@ -42,8 +42,7 @@ def loss_alone(
         version: weight version that sampled the groups.
         scored: scores of the policy, of all sequences; not used unless `needs_scores`.
     """
-    # Where log-probs do not matter, some sequences have no scores. Those of the engine, which the proof compares,
-    # stand for all.
+    # Where log-probs do not matter, some sequences have no scores. Those of the engine stand for all.
     known = needs_scores(objective)
     ready = [_with_scores(s, scored) if known else s.but(old_logps=s.behaviour_logps) for s in sequences]
     if objective.kl_in_reward:

@@ -258,11 +258,9 @@ def activation_bytes(shape: LayerShape, work: LargestForward) -> int:
 def kept_per_position(shape: LayerShape, work: LargestForward) -> int:
     """Bytes per position that a layer keeps for its backward if it recomputes nothing."""
     stream, computed, hidden = work.stream, work.computed, shape.hidden
-    # A norm computes in float32 and keeps its input and what it has normed; the input of half-precision weights is
-    # widened.
+    # A norm computes in float32, and keeps its input (widened, with half-precision weights) and what it has normed.
     normed = 2 * _FP32 if stream == _FP32 else _FP32 + stream
-    # Autocast makes a copy of the hidden states for each product. Otherwise all products of a norm keep the same
-    # tensor.
+    # Autocast copies the hidden states for each product. Otherwise all products of a norm keep the same tensor.
     casts = computed < stream
     copies = 5 if casts else 2
     attention = shape.queries + 2 * shape.keys + shape.queries
@@ -377,8 +375,7 @@ def group_limits(
         place = base / path.strip("/")
         while place.is_relative_to(base):
             if controllers:
-                # The first version of control groups limits swap together with memory. No limit of swap is the
-                # careful reading.
+                # The first version of control groups limits swap together with memory: take swap as unlimited.
                 yield _limit(place / "memory.limit_in_bytes"), math.inf
             else:
                 yield _limit(place / "memory.max"), _limit(place / "memory.swap.max")

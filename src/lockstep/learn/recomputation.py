@@ -132,8 +132,7 @@ class _Room:
         return fits
 
 
-# What a layer of each kind keeps per position if nothing is recomputed, in bytes. It is measured when a layer first
-# runs.
+# Bytes per position that a layer of each kind keeps if nothing is recomputed, measured when a layer first runs.
 KEPT_BYTES: dict[tuple[object, ...], float] = {}
 
 

@@ -32,8 +32,7 @@ from lockstep.tokens.arrays import Ids, KeptIds
 
 # Number of tokens whose rows stay in a core's cache, and number whose rows a GPU copies at a time.
 _TOKENS_AT_ONCE, _TOKENS_AT_ONCE_ON_GPU = 8, 64
-# From this vocabulary on, a CPU takes one token at a time: three inner products, without a copy of its row, in a
-# third of the time.
+# From this vocabulary on, a CPU takes one token at a time: inner products without a copy, in a third of the time.
 LONG_ROW = 4096
 
 

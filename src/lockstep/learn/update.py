@@ -433,8 +433,7 @@ class OptimizerStep:
 
         total = StepSums.of([self._ranks.call("step", offer, work)], self._watch.evidence())
         for parameter in trained:
-            # If all rewards agree, the gradient is zero. AdamW still updates with a zero gradient; with None it would
-            # not.
+            # If all rewards agree, the gradient is zero. AdamW updates with a zero gradient, and not with None.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         sum_gradients(trained, self._ranks)

@@ -42,8 +42,7 @@ class CheckpointTensor(NamedTuple):
     parameter_name: str
 
 
-# The result per parameter is kept, because transformers finds conversions by regular expressions and every push needs
-# them.
+# Kept per parameter, because transformers finds conversions by regular expressions and every push needs them.
 _found_ranges: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[RowRange, ...]]] = WeakKeyDictionary()
 
 

@@ -20,8 +20,7 @@ from lockstep.models.policy import (
     switch_off_dropout,
 )
 
-# Largest number of tokens in one forward pass, with padding. It limits the memory of activations. A longer text is a
-# batch alone.
+# Largest number of tokens in one forward pass, with padding. A longer text is a batch alone.
 _TOKENS_PER_BATCH = 16384
 
 

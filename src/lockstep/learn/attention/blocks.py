@@ -72,8 +72,7 @@ _MORE = 4
 _SCORES = 1 << 20
 # The most columns that are computed together, at least `_CHAIN`. Few rows with many columns are slow.
 _COLUMNS = 1024
-# The fewest rows of a piece, and the most of a piece of a chain: there a product also computes the pairs that rows do
-# not see.
+# The fewest rows of a piece, and the most of a piece of a chain, where a product also computes hidden pairs.
 _FEWEST, _CHAIN = 32, 128
 
 
@@ -186,11 +185,9 @@ def _halves(runs: tuple[Run, ...]) -> Iterator[tuple[Run, ...]]:
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-# On devices other than a CPU, blocks are larger: about this many blocks (each costs a kernel start), of at most this
-# many rows.
+# On other devices than a CPU: about this many blocks (each costs a kernel start), of at most this many rows.
 _MOST_BLOCKS, _MOST_ROWS = 16, 1024
-# There masks are made once per pack with all of their columns, if they have at most this many numbers together (32
-# MiB in bf16).
+# There masks are made once per pack with all columns, if they have at most this many numbers (32 MiB in bf16).
 _MOST_PAIRS = 1 << 24
 # A custom operation of PyTorch cannot take a `TreeAttention` as an argument. It takes its number.
 TREES: WeakValueDictionary[int, TreeAttention] = WeakValueDictionary()

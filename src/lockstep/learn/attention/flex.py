@@ -124,8 +124,7 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: BlockMask, scale: float | None
 ) -> torch.Tensor:
     kind, parts = query.device.type, in_one_dtype(query, key, value)
-    # For fewer than 128 rows PyTorch would choose its kernel for decoding, which 2.11 cannot compile for sizes that
-    # change.
+    # For few rows PyTorch would choose its kernel for decoding, which 2.11 cannot compile for sizes that change.
     more: dict[str, Any] = {} if kind == "cpu" else {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}}
     with torch.autocast(kind, enabled=False):
         return _kernel(kind)(

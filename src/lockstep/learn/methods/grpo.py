@@ -307,8 +307,7 @@ class GRPOObjective(Objective[GRPOConfig]):
             note_clipping(batch, token, tally, by_sequence=level == "sequence")
         loss = token.loss * kept
         if config.off_policy_mask_threshold is not None:
-            # This includes both the numerical difference between engine and trainer and the change of the policy
-            # since sampling.
+            # It includes the difference between engine and trainer, and the change of the policy since sampling.
             columns = batch.logps, batch.behaviour_logps, batch.advantages
             loss = loss * off_policy_mask(*columns, batch.segments, config.off_policy_mask_threshold)
         if correction is not None and config.loss_type != "vespo":
