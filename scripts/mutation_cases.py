@@ -1016,9 +1016,7 @@ MUTATIONS = [
         "memory.exact() > room.size:",
         MEMORY,
     ),
-    Mutation(
-        "no gradients exist while the engine samples", 'if p.when in ("always", when)', "if when", MEMORY
-    ),
+    Mutation("no gradients exist while the engine samples", "if p.when != other", "if other", MEMORY),
     Mutation(
         "embeddings keep 32-bit moments",
         'arguments.get("optim_bits") == 8',

@@ -41,8 +41,7 @@ _VOCABULARY = 64
 _FP32 = torch.float32.itemsize
 
 
-# ---- bytes of tensors
-# --------------------------------------------------------------------------------------------------
+# ---- bytes of tensors --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +69,13 @@ def sizes_of(tensors: Iterable[torch.Tensor]) -> list[TensorSize]:
 
 def weight_bytes(model: torch.nn.Module, ranks: int = 1) -> int:
     """Bytes of a model's parameters and buffers on one rank, if the parameters alone are cut over `ranks`."""
-    plain = [p for p in model.parameters() if not is_quantised(p)]
     codes = sum(_code_bytes(p) for p in model.parameters() if is_quantised(p))
-    return (
-        codes
-        + sum(s.shard(ranks).size for s in sizes_of(plain))
-        + sum(s.size for s in sizes_of(model.buffers()))
-    )
+    plain = sizes_of(p for p in model.parameters() if not is_quantised(p))
+    return codes + sum(s.shard(ranks).size for s in plain) + _bytes(sizes_of(model.buffers()))
+
+
+def _bytes(sizes: Iterable[TensorSize]) -> int:
+    return sum(size.size for size in sizes)
 
 
 def _code_bytes(parameter: Any) -> int:
@@ -124,14 +123,10 @@ def engine_weight_bytes(
     """
     inner = causal_model(model)
     if not vllm:
-        return sum(math.prod(s.shape) * dtype.itemsize for s in sizes_of(inner.parameters())) + sum(
-            s.size for s in sizes_of(inner.buffers())
-        )
-    vocabulary = {
-        id(module.weight)
-        for module in (inner.get_input_embeddings(), inner.get_output_embeddings())
-        if module is not None
-    }
+        numbers = sum(math.prod(s.shape) for s in sizes_of(inner.parameters()))
+        return numbers * dtype.itemsize + _bytes(sizes_of(inner.buffers()))
+    ends = inner.get_input_embeddings(), inner.get_output_embeddings()
+    vocabulary = {id(module.weight) for module in ends if module is not None}
     total = 0
     for parameter in inner.parameters():
         shape = parameter.shape
@@ -156,8 +151,7 @@ def adapter_bytes(adapted: torch.nn.Module, dtype: torch.dtype) -> int:
     return total
 
 
-# ---- activations
-# -------------------------------------------------------------------------------------------------------
+# ---- activations -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +182,8 @@ def layer_shape(model: PreTrainedModel) -> LayerShape | None:
     config = model.config.get_text_config()
     heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
     routed = getattr(config, "num_experts_per_tok", None) if expert_names(model) else None
-    inner = (getattr(config, "moe_intermediate_size", None) if routed else None) or getattr(
-        config, "intermediate_size", None
-    )
+    inner = getattr(config, "moe_intermediate_size", None) if routed else None
+    inner = inner or getattr(config, "intermediate_size", None)
     if not (isinstance(heads, int) and isinstance(layers, int) and isinstance(inner, int)):
         return None
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -245,9 +238,8 @@ def activation_bytes(shape: LayerShape, work: LargestForward) -> int:
     passing = 3 * positions * inner * work.computed + casts
     # Logits, their scaled copy, probabilities and gradient; and the gradient of the head's weight, before it is added.
     elements = min(work.chunk, positions) * shape.vocabulary
-    head = elements * (3 * _FP32 + work.computed) + shape.vocabulary * hidden * (
-        work.stream + (work.computed if casts else 0)
-    )
+    of_head = work.stream + (work.computed if casts else 0)
+    head = elements * (3 * _FP32 + work.computed) + shape.vocabulary * hidden * of_head
     ends = positions * hidden * (2 * max(work.stream, _FP32) + work.stream)
     if work.checkpointing:
         # Autocast holds its copies of all weights until the forward ends.
@@ -266,11 +258,9 @@ def activation_bytes(shape: LayerShape, work: LargestForward) -> int:
 def kept_per_position(shape: LayerShape, work: LargestForward) -> int:
     """Bytes per position that a layer keeps for its backward if it recomputes nothing."""
     stream, computed, hidden = work.stream, work.computed, shape.hidden
-    # A norm computes in float32 and keeps its input and what it has normed; the input of half-precision weights is
-    # widened.
+    # A norm computes in float32, and keeps its input (widened, with half-precision weights) and what it has normed.
     normed = 2 * _FP32 if stream == _FP32 else _FP32 + stream
-    # Autocast makes a copy of the hidden states for each product. Otherwise all products of a norm keep the same
-    # tensor.
+    # Autocast copies the hidden states for each product. Otherwise all products of a norm keep the same tensor.
     casts = computed < stream
     copies = 5 if casts else 2
     attention = shape.queries + 2 * shape.keys + shape.queries
@@ -280,16 +270,11 @@ def kept_per_position(shape: LayerShape, work: LargestForward) -> int:
     if not shape.experts:
         return total + 4 * shape.inner * computed
     # Each expert's input is gathered, and its output is weighted.
-    routed = (
-        hidden * (stream + computed)
-        + 4 * shape.inner * computed
-        + (hidden * (stream + computed) if casts else 0)
-    )
+    routed = (2 if casts else 1) * hidden * (stream + computed) + 4 * shape.inner * computed
     return total + shape.experts * routed - (hidden * computed if casts else 0)
 
 
-# ---- models without memory
-# ---------------------------------------------------------------------------------------------
+# ---- models without memory ---------------------------------------------------------------------------------
 
 
 def empty_base(path: str, config: OnlineConfig, quantization_config: Any = None) -> PreTrainedModel:
@@ -298,10 +283,8 @@ def empty_base(path: str, config: OnlineConfig, quantization_config: Any = None)
     It raises many kinds of errors if the files or the arguments do not describe a model. Loading it says what is wrong.
     """
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-    wanted, quantization_config = (
-        given.pop("dtype", torch.float32),
-        given.pop("quantization_config", quantization_config),
-    )
+    wanted = given.pop("dtype", torch.float32)
+    quantization_config = given.pop("quantization_config", quantization_config)
     for name in ("revision", "attn_implementation", "device_map"):
         given.pop(name, None)
     # transformers takes further arguments for fields of the config.
@@ -317,9 +300,8 @@ def _empty(kind: Any, config: Any, dtype: torch.dtype, quantization_config: Any 
         if quantization_config is not None:
             from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-            Bnb4BitHfQuantizer(quantization_config, pre_quantized=False).preprocess_model(
-                model, device_map=None
-            )
+            quantizer = Bnb4BitHfQuantizer(quantization_config, pre_quantized=False)
+            quantizer.preprocess_model(model, device_map=None)
     return model
 
 
@@ -337,8 +319,7 @@ def _keep_in_float32(model: PreTrainedModel) -> None:
             parameter.data = parameter.data.float()
 
 
-# ---- devices
-# -----------------------------------------------------------------------------------------------------------
+# ---- devices -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,8 +375,7 @@ def group_limits(
         place = base / path.strip("/")
         while place.is_relative_to(base):
             if controllers:
-                # The first version of control groups limits swap together with memory. No limit of swap is the
-                # careful reading.
+                # The first version of control groups limits swap together with memory: take swap as unlimited.
                 yield _limit(place / "memory.limit_in_bytes"), math.inf
             else:
                 yield _limit(place / "memory.max"), _limit(place / "memory.swap.max")
@@ -409,7 +389,7 @@ def _limit(file: Path) -> float:
         return math.inf
 
 
-# ---- a run -------------------------------------------------------------------------------------------------------
+# ---- a run -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,6 +411,9 @@ class Part:
     detail: str = ""
     least: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.name} {in_gib(self.size)}" + (f" ({self.detail})" if self.detail else "")
+
 
 @dataclass(frozen=True, slots=True)
 class RunMemory:
@@ -449,9 +432,7 @@ class RunMemory:
     def exact(self, *, mapped: bool = True) -> int:
         """Bytes of the parts that exist at one time; without `mapped`, what may be a view of files does not count."""
         counted = [part for part in self.parts if mapped or not part.mapped]
-        return max(
-            sum(p.size for p in counted if p.when in ("always", when)) for when in (LEARNING, SAMPLING)
-        )
+        return max(sum(p.size for p in counted if p.when != other) for other in (LEARNING, SAMPLING))
 
     @property
     def whole(self) -> int:
@@ -465,21 +446,13 @@ class RunMemory:
         return self.exact() - (left.exact() if left.parts else 0)
 
     def __str__(self) -> str:
-        shown = [
-            f"{p.name} {in_gib(p.size)}{f' ({p.detail})' if p.detail else ''}" for p in self.parts if p.size
-        ]
-        return ", ".join(shown)
+        return ", ".join(str(part) for part in self.parts if part.size)
 
 
 LEARNING, SAMPLING = "learning", "sampling"
-WEIGHTS, FROZEN, VALUES, GRADIENTS, MOMENTS = (
-    "weights",
-    "frozen weights",
-    "value head",
-    "gradients",
-    "moments",
-)
-REFERENCE, REWARDS, ENGINE, CACHE = "reference", "reward models", "engine", "cache"
+WEIGHTS, FROZEN, VALUES = "weights", "frozen weights", "value head"
+GRADIENTS, MOMENTS, REFERENCE = "gradients", "moments", "reference"
+REWARDS, ENGINE, CACHE = "reward models", "engine", "cache"
 
 
 def in_gib(size: float) -> str:
@@ -525,18 +498,16 @@ def memory_of_run(config: OnlineConfig, given: RunModels, room: Room) -> RunMemo
 
     gradients = [size.shard(ranks) for size in sizes_of(p for p in policy.parameters() if p.requires_grad)]
     whole = weight_bytes(policy, ranks)
-    trained = sum(size.size for size in [*gradients, *sizes_of(policy.buffers())])
-    parts = [
-        Part(WEIGHTS, copies * trained),
-        Part(FROZEN, copies * (whole - trained), mapped=not room.on_gpu),
-    ]
+    trained = _bytes([*gradients, *sizes_of(policy.buffers())])
+    frozen = Part(FROZEN, copies * (whole - trained), mapped=not room.on_gpu)
+    parts = [Part(WEIGHTS, copies * trained), frozen]
     with torch.device("meta"):
         critic = given.make_critic(policy)
     if critic is not None:
         head = sizes_of(critic.parameters())
         gradients += head
-        parts.append(Part(VALUES, copies * sum(size.size for size in head)))
-    parts.append(Part(GRADIENTS, copies * sum(size.size for size in gradients), LEARNING))
+        parts.append(Part(VALUES, copies * _bytes(head)))
+    parts.append(Part(GRADIENTS, copies * _bytes(gradients), LEARNING))
     moments = _moments(config, given, policy, gradients)
     if moments is None:
         unknown.append("the optimizer's state")
@@ -616,9 +587,8 @@ def _moments(config: OnlineConfig, given: RunModels, policy: Any, sizes: Sequenc
             embeddings = [m.weight for m in policy.modules() if isinstance(m, torch.nn.Embedding)]
             wide = sizes_of(weight for weight in embeddings if weight.requires_grad)
         narrow = list((Counter(sizes) - Counter(wide)).elements())
-        return moment_bytes(narrow, kind, arguments) + moment_bytes(
-            wide, kind, {**arguments, "optim_bits": 32}
-        )
+        of_wide = moment_bytes(wide, kind, {**arguments, "optim_bits": 32})
+        return moment_bytes(narrow, kind, arguments) + of_wide
     except (*BAD_FILES, NotImplementedError) as error:
         _logger.debug(f"the state of {optimizer_name(config)} cannot be counted: {error}")
         return None
@@ -662,25 +632,21 @@ def _engine_parts(
     when = SAMPLING if config.engine_sleeps else "always"
     if room.on_gpu and cache is None:
         share = settings.get("gpu_memory_utilization", config.vllm_gpu_memory_utilization)
-        own = weights // workers
-        return [
-            Part(ENGINE, math.ceil(room.size * share), when, detail=f"{in_gib(own)} of it weights", least=own)
-        ]
+        own, taken = weights // workers, math.ceil(room.size * share)
+        return [Part(ENGINE, taken, when, detail=f"{in_gib(own)} of it weights", least=own)]
     if cache is None:
         limits = [n for n in (config.context_limit, context_length(base.config)) if n is not None]
         # The prompts are not read yet. Without a length from the user, the cache of the completions alone is counted.
         longest = min(limits) if config.context_limit else min(config.completion_limit + 2, *limits)
         cache = cpu_cache_bytes(path, dtype, longest, config.vllm_max_num_seqs or usual_sequences())
     if room.on_gpu:
-        return [
-            Part(ENGINE, math.ceil(weights / workers) + cache, when, detail=f"{in_gib(cache)} of it cache")
-        ]
+        taken = math.ceil(weights / workers) + cache
+        return [Part(ENGINE, taken, when, detail=f"{in_gib(cache)} of it cache")]
     more = "" if config.context_limit or "kv_cache_memory_bytes" in settings else "at least, without prompts"
     return [Part(ENGINE, weights, detail="its weights"), Part(CACHE, cache * workers, detail=more)]
 
 
-# ---- what a user is told
-# -----------------------------------------------------------------------------------------------
+# ---- what a user is told -----------------------------------------------------------------------------------
 
 
 def check_memory(config: OnlineConfig, given: RunModels) -> None:
@@ -733,57 +699,41 @@ def changes_of(config: OnlineConfig, given: RunModels, memory: RunMemory, room: 
     def size(*names: str) -> int:
         return sum(sizes[name].size for name in names if name in sizes)
 
-    trainer = size(WEIGHTS, FROZEN, GRADIENTS, MOMENTS, REFERENCE)
-    optimizer, whole = optimizer_name(config), FROZEN not in sizes
-    wide = config.engine_torch_dtype == torch.float32
-    engine = sizes.get(ENGINE)
-    found = {
-        "train an adapter (peft_config, or use_peft)": size(GRADIENTS, MOMENTS, REFERENCE) if whole else 0,
-        "hold the base model in 4 bits (load_in_4bit)": 0
-        if whole or given.quantization_config is not None
-        else size(FROZEN) * 7 // 8,
-        "start the engine on another device ('lockstep serve', vllm_mode: server)": memory.without(
-            ENGINE, CACHE
-        ),
-        "cut the model over two or more devices (fsdp: true, with torchrun)": trainer // 2
-        if config.sharded_by is None and room.on_gpu
-        else 0,
-        "let the optimizer keep its moments in 8 bits (optim: adamw_8bit)": size(MOMENTS) * 3 // 4
-        if optimizer.startswith("adamw_torch") and config.sharded_by is None
-        else 0,
-        "leave the reference model out (beta: 0)": memory.without(REFERENCE)
-        if given.ref_model is None
-        else 0,
-    }
+    whole, alone, engine = FROZEN not in sizes, config.sharded_by is None, sizes.get(ENGINE)
+    elsewhere = "start the engine on another device ('lockstep serve', vllm_mode: server)"
+    found = {elsewhere: memory.without(ENGINE, CACHE)}
+    if whole:
+        found["train an adapter (peft_config, or use_peft)"] = size(GRADIENTS, MOMENTS, REFERENCE)
+    elif given.quantization_config is None:
+        found["hold the base model in 4 bits (load_in_4bit)"] = size(FROZEN) * 7 // 8
+    if alone and room.on_gpu:
+        trainer = size(WEIGHTS, FROZEN, GRADIENTS, MOMENTS, REFERENCE)
+        found["cut the model over two or more devices (fsdp: true, with torchrun)"] = trainer // 2
+    if alone and optimizer_name(config).startswith("adamw_torch"):
+        saved = size(MOMENTS) * 3 // 4
+        found["let the optimizer keep its moments in 8 bits (optim: adamw_8bit)"] = saved
+    if given.ref_model is None:
+        found["leave the reference model out (beta: 0)"] = memory.without(REFERENCE)
     if engine is not None and engine.least:
-        found["lower vllm_gpu_memory_utilization"] = min(
-            memory.without(ENGINE), (engine.size - engine.least) // 2
-        )
+        unused = (engine.size - engine.least) // 2
+        found["lower vllm_gpu_memory_utilization"] = min(memory.without(ENGINE), unused)
         if engine.when == "always":
-            found["let vLLM sleep while the trainer learns (vllm_enable_sleep_mode: true)"] = (
-                memory.exact() - replace_when(memory, ENGINE, SAMPLING).exact()
-            )
+            saved = memory.exact() - replace_when(memory, ENGINE, SAMPLING).exact()
+            found["let vLLM sleep while the trainer learns (vllm_enable_sleep_mode: true)"] = saved
     if not room.on_gpu:
         found["lower vllm_max_num_seqs"] = size(CACHE) // 2
-        found["let the engine compute in bfloat16 (engine_dtype: bfloat16)"] = (
-            size(ENGINE, CACHE) // 2 if wide else 0
-        )
+        if config.engine_torch_dtype == torch.float32:
+            found["let the engine compute in bfloat16 (engine_dtype: bfloat16)"] = size(ENGINE, CACHE) // 2
     if memory.activations:
         found |= _smaller_activations(config, memory.activations)
     ordered = sorted(((saved, change) for change, saved in found.items() if saved > 0), reverse=True)
-    return (
-        "; ".join(f"{change} saves about {in_gib(saved)}" for saved, change in ordered[:_CHANGES])
-        or "a smaller model"
-    )
+    said = [f"{change} saves about {in_gib(saved)}" for saved, change in ordered[:_CHANGES]]
+    return "; ".join(said) or "a smaller model"
 
 
 def _smaller_activations(config: OnlineConfig, size: int) -> dict[str, int]:
-    half = (
-        "halve token_budget"
-        if config.token_budget is not None
-        else f"set token_budget to {max(usual_token_budgets()) // 2}"
-    )
-    found = {half: size // 2}
+    usual = f"set token_budget to {max(usual_token_budgets()) // 2}"
+    found = {usual if config.token_budget is None else "halve token_budget": size // 2}
     if not config.gradient_checkpointing:
         found["compute layers again in the backward (gradient_checkpointing: true)"] = size * 3 // 4
     if not config.bf16:
