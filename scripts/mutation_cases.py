@@ -384,8 +384,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the repetition penalty counts no prompt",
-        "seen |= np.isin(ids, self._prompt)",
-        "pass",
+        "seen = (counts > 0) | np.isin(ids, self._prompt)",
+        "seen = counts > 0",
         FILTERED_SCORES,
     ),
     Mutation(
@@ -480,7 +480,7 @@ MUTATIONS = [
     ),
     Mutation(
         "bets where rewards decide",
-        "drawn = [s for s in sequences if s.drawn]",
+        "drawn = [s for s in sequences if s.picked]",
         "drawn = [*sequences]",
         GROUPS_ASIDE,
     ),
@@ -1016,9 +1016,7 @@ MUTATIONS = [
         "memory.exact() > room.size:",
         MEMORY,
     ),
-    Mutation(
-        "no gradients exist while the engine samples", 'if p.when in ("always", when)', "if when", MEMORY
-    ),
+    Mutation("no gradients exist while the engine samples", "if p.when != other", "if other", MEMORY),
     Mutation(
         "embeddings keep 32-bit moments",
         'arguments.get("optim_bits") == 8',
@@ -3430,8 +3428,7 @@ MUTATIONS = [
     ),
     Mutation(
         "experts in another order are taken as they lie",
-        "if not torch.equal(\n            row_numbers, torch.arange(int(row_numbers[0]), int(row_numbers[0]) "
-        "+ len(row_numbers))\n        ):",
+        "if not torch.equal(row_numbers, torch.arange(first, first + count)):",
         "if False:",
         EXPERTS,
     ),
@@ -4287,8 +4284,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU: sums over the vocabulary are computed for all rows at once",
-        "_DRAWN_TOKENS, _DRAWN_TOKENS_ON_GPU = 8, 64",
-        "_DRAWN_TOKENS, _DRAWN_TOKENS_ON_GPU = 8, 1 << 30",
+        "_TOKENS_AT_ONCE, _TOKENS_AT_ONCE_ON_GPU = 8, 64",
+        "_TOKENS_AT_ONCE, _TOKENS_AT_ONCE_ON_GPU = 8, 1 << 30",
         f"{ON_A_GPU}::test_sums_over_the_vocabulary_take_the_memory_of_a_few_rows",
     ),
     Mutation(
@@ -4359,8 +4356,8 @@ MUTATIONS = [
     ),
     Mutation(
         "keyed digest: name, dtype and shape count",
-        "json.dumps([name, str(tensor.dtype), list(tensor.shape)])",
-        "json.dumps([])",
+        "outline, secret = [name, str(tensor.dtype), list(tensor.shape)], ",
+        "outline, secret = [], ",
         f"{DIGESTS}::test_exchanged_tensors_rows_and_shards_and_other_outlines_are_seen",
     ),
     Mutation(

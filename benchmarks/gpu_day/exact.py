@@ -107,7 +107,7 @@ def memory(sizes: Sizes) -> Iterator[Row]:
     from benchmarks.gpu_day.parts import _GROUP, _sequences
     from lockstep.learn.attention.tree import adopt_tree_attention
     from lockstep.learn.memory import (
-        Pass,
+        LargestForward,
         activation_bytes,
         layer_shape,
         moment_bytes,
@@ -156,7 +156,7 @@ def memory(sizes: Sizes) -> Iterator[Row]:
                     del logps
                 shape = layer_shape(model)
                 assert shape is not None
-                work = Pass(
+                work = LargestForward(
                     pack.input_ids.numel(), weights.itemsize, 2 if half else weights.itemsize, chunk, checkpointing,
                     None if on_gpu else weight_bytes(model),
                 )  # fmt: skip

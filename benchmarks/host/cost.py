@@ -187,7 +187,7 @@ class MadeUpPolicy(Policy):
             sums.variances.fill_(1.0)
             sums.below[:] = torch.rand(len(logps)) * (1 - logps.detach().exp())
             sums.upto[:] = sums.below + logps.detach().exp()
-            bets = before_steps and any(s.drawn for s in pack.sequences)
+            bets = before_steps and any(s.picked for s in pack.sequences)
             return TokenScores(logps, torch.rand(len(logps)), draws=sums if bets else None)
 
 

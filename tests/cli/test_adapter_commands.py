@@ -40,7 +40,7 @@ def test_an_adapter_is_trained_and_gone_on_with(
     asked = []
     check = quantised.check_quantization
     monkeypatch.setattr(
-        "lockstep.learn.policy.check_quantization",
+        "lockstep.learn.policy_and_reference.check_quantization",
         lambda wanted, lora: (asked.append(wanted), check(wanted, lora)),
     )
     path = config(home, untied_dir, **{**fields, **LORA, "load_in_4bit": four_bits})

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
-from lockstep.learn import policy as references
+from lockstep.learn import policy_and_reference as references
 from lockstep.models.arithmetic import Precision
 from lockstep.watch.reference import ReferenceOutputs
 

@@ -34,7 +34,7 @@ from lockstep.learn.attention.flex import (
 )
 from lockstep.learn.attention.tree import adopt_tree_attention, no_mask, tree_attention_forward
 from lockstep.learn.pack import pack_sequences
-from lockstep.learn.policy import open_policy
+from lockstep.learn.policy_and_reference import open_policy
 from lockstep.learn.scoring import check_scorable, score_pack
 from lockstep.learn.sequence import TrainingSequence
 

@@ -46,7 +46,7 @@ def made_sets(sizes: list[int], vocabulary: int = VOCABULARY, seed: int = 0) -> 
 def test_a_gpu_computes_many_tokens_in_one_product() -> None:
     kept = made_sets([3] * 1024)
     there = replace(kept, ids=kept.ids.to("meta"))
-    assert [len(list(module._parts(sets, VOCABULARY))) for sets in (kept, there)] == [32, 2]
+    assert [len(list(module._needed_rows(sets, VOCABULARY))) for sets in (kept, there)] == [32, 2]
 
 
 @draws(40)

@@ -32,7 +32,7 @@ from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.learn import memory, scoring
 from lockstep.learn.attention.tree import adopt_tree_attention
-from lockstep.learn.memory import LayerShape, Pass, Room, RunMemory, RunModels
+from lockstep.learn.memory import LargestForward, LayerShape, Room, RunMemory, RunModels
 from lockstep.learn.pack import pack_sequences
 from lockstep.learn.scoring import score_pack
 from lockstep.learn.sequence import TrainingSequence
@@ -296,7 +296,7 @@ def test_the_estimate_of_a_layer_is_what_a_forward_keeps(
         return total, shape
 
     (two, _), (three, shape) = kept(2), kept(3)
-    work = Pass(pack.input_ids.numel(), 4, 2 if half else 4, 512)
+    work = LargestForward(pack.input_ids.numel(), 4, 2 if half else 4, 512)
     estimate = pack.input_ids.numel() * memory.kept_per_position(shape, work)
     if half:
         estimate += 2 * shape.products
@@ -311,7 +311,7 @@ def test_activations_grow_with_the_budget_and_shrink_with_checkpointing() -> Non
 
     def size(**fields: Any) -> int:
         return memory.activation_bytes(
-            shape, Pass(**{"positions": 4096, "stream": 4, "computed": 2, "chunk": 512, **fields})
+            shape, LargestForward(**{"positions": 4096, "stream": 4, "computed": 2, "chunk": 512, **fields})
         )
 
     assert size(positions=8192) > 1.7 * size()

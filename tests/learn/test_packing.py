@@ -32,7 +32,7 @@ from lockstep.learn.methods.grpo import GRPOConfig, GRPOObjective
 from lockstep.learn.pack import pack_rows, pack_sequences
 from lockstep.learn.scoring import score_pack
 from lockstep.learn.sequence import TrainingSequence
-from lockstep.learn.update import Policy, UpdateSums, learn
+from lockstep.learn.update import Policy, StepSums, learn
 from lockstep.report.phases import PhaseClock
 from lockstep.watch.evidence import TokenEvidence, kept
 
@@ -155,7 +155,7 @@ def gradients_beside_reference(
     expected_loss = reference_loss(exact, sequences, run)
     expected_loss.backward()
     expected = gradients(exact)
-    sums, size = UpdateSums(TokenEvidence()), -(-len(sequences) // parts)
+    sums, size = StepSums(TokenEvidence()), -(-len(sequences) // parts)
     policy = policy_of(model, plain_rows=plain_rows)
     for start in range(0, len(sequences), size):
         learn(policy, sequences[start : start + size], GRPOObjective(run), PhaseClock(), sums, Unwatched())

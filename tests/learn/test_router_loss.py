@@ -33,7 +33,7 @@ from lockstep.learn.methods.grpo import GRPOObjective
 from lockstep.learn.pack import pack_rows, pack_sequences
 from lockstep.learn.scoring import route_pack, score_pack
 from lockstep.learn.sequence import TrainingSequence
-from lockstep.learn.update import UpdateSums, learn, router_loss
+from lockstep.learn.update import StepSums, learn, router_loss
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.ranks import Ranks
 from lockstep.watch.evidence import TokenEvidence
@@ -83,7 +83,7 @@ def test_loss_and_gradients_equal_the_padded_reference(
     expected = taken(model)
     objective, sums, policy = (
         GRPOObjective(run),
-        UpdateSums(TokenEvidence()),
+        StepSums(TokenEvidence()),
         policy_of(model, plain_rows=plain_rows),
     )
     objective.router_coefficient = 0.5

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from lockstep import GRPOConfig
 from lockstep.errors import InputError
-from lockstep.learn.policy import open_policy
+from lockstep.learn.policy_and_reference import open_policy
 from lockstep.models.policy import load_policy
 from lockstep.models.reward_model import RewardModel, load_reward_model
 from lockstep.run.trainers.checks import check_reference_model

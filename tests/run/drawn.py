@@ -30,7 +30,7 @@ from lockstep.learn.generation import prepare_generation, score_all, sequences_o
 from lockstep.learn.methods.objective import Objective
 from lockstep.learn.scoring import why_plain_rows
 from lockstep.learn.sequence import TrainingSequence
-from lockstep.learn.update import Policy, UpdateSums, learn
+from lockstep.learn.update import Policy, StepSums, learn
 from lockstep.models.adapters import causal_model
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
@@ -305,7 +305,7 @@ def check(
         )
         prepared = generation.with_step(step, shape["micro"], sequences)
         evidence = TokenEvidence()
-        sums = UpdateSums(evidence)
+        sums = StepSums(evidence)
         for micro in prepared.micro_batches[step * shape["micro"] : (step + 1) * shape["micro"]]:
             with kept():
                 learn(policy, micro, objective, PhaseClock(), sums, Unwatched())

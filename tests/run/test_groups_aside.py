@@ -15,10 +15,10 @@ from work import agreeing, worked
 from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.learn import generation
-from lockstep.learn.generation import branches_of, drawn_rollouts
+from lockstep.learn.generation import branches_of, picked_rollouts
 from lockstep.learn.pack import Pack
 from lockstep.learn.scoring import TokenScores
-from lockstep.learn.update import Policy, UpdateSums
+from lockstep.learn.update import Policy, StepSums
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.watch.receipt import RECEIPT, read_receipt
 
@@ -49,7 +49,7 @@ def sixteen(folder: str, output: Path, engine: Engine, **fields: Any) -> Any:
 
 
 def drawn(run: Any) -> list[int]:
-    return [place for place, own in enumerate(drawn_rollouts(16, 2, 8, run.config.seed, 0)) if own]
+    return [place for place, own in enumerate(picked_rollouts(16, 2, 8, run.config.seed, 0)) if own]
 
 
 def names(groups: list[RolloutGroup]) -> Counter[str]:
@@ -98,7 +98,7 @@ def test_the_step_is_the_one_in_which_everything_is_verified(
 ) -> None:
     part = sixteen(untied_dir, tmp_path / "part", hf_engine)
     part.train()
-    monkeypatch.setattr(generation, "drawn_rollouts", lambda groups, size, *_: [[*range(size)]] * groups)
+    monkeypatch.setattr(generation, "picked_rollouts", lambda groups, size, *_: [[*range(size)]] * groups)
     whole = sixteen(untied_dir, tmp_path / "whole", hf_engine)
     whole.train()
     assert (
@@ -142,9 +142,9 @@ def test_a_wrong_log_prob_without_a_gradient_stops_the_run_if_its_group_is_drawn
 def test_verified_tokens_stand_for_those_left_aside_in_means(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[UpdateSums] = []
-    real = UpdateSums.metrics
-    monkeypatch.setattr(UpdateSums, "metrics", lambda sums: seen.append(sums) or real(sums))
+    seen: list[StepSums] = []
+    real = StepSums.metrics
+    monkeypatch.setattr(StepSums, "metrics", lambda sums: seen.append(sums) or real(sums))
     run = sixteen(untied_dir, tmp_path, hf_engine)
     run.train()
     (sums,) = seen
@@ -160,7 +160,7 @@ def test_where_nothing_is_drawn_nothing_is_bet_on_and_all_that_is_learned_from_i
     run.train()
     lines = [line for line in read_receipt(tmp_path / RECEIPT) if line["kind"] == "step"]
     logs = [log for log in run.state.log_history if "loss" in log]
-    whole = [any(drawn_rollouts(16, 2, 8, run.config.seed, number)) for number in range(4)]
+    whole = [any(picked_rollouts(16, 2, 8, run.config.seed, number)) for number in range(4)]
     assert sorted(whole[:2]) == sorted(whole[2:]) == [False, True]
     for drawn_here, line, log in zip(whole, lines, logs, strict=True):
         assert line["aside_tokens"] == (0 if drawn_here else line["sampled_tokens"] - line["checked_tokens"])
@@ -176,7 +176,7 @@ def test_the_choice_counts_generations_and_not_the_steps_of_one(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(
-        generation, "drawn_rollouts", lambda *given: asked.append(given[-1]) or drawn_rollouts(*given)
+        generation, "picked_rollouts", lambda *given: asked.append(given[-1]) or picked_rollouts(*given)
     )
     sixteen(untied_dir, tmp_path, hf_engine, max_steps=4, num_iterations=2).train()
     assert asked == [0, 1]
@@ -199,8 +199,8 @@ def test_each_rollout_is_drawn_equally_often_whatever_was_sampled(
 ) -> None:
     """One in eight, or more where a generation has few tokens; all those of a block of generations in one of them."""
     monkeypatch.setattr(generation, "TOGETHER", TOGETHER)
-    drawn = [drawn_rollouts(groups, size, tokens, 3, number) for number in range(512)]
-    assert drawn == [drawn_rollouts(groups, size, tokens, 3, number) for number in range(512)]
+    drawn = [picked_rollouts(groups, size, tokens, 3, number) for number in range(512)]
+    assert drawn == [picked_rollouts(groups, size, tokens, 3, number) for number in range(512)]
     blocks = [tuple(any(own) for own in drawn[start : start + block]) for start in range(0, 512, block)]
     assert {sum(found) for found in blocks} == {1}
     assert len(set(blocks)) == block
@@ -211,4 +211,4 @@ def test_each_rollout_is_drawn_equally_often_whatever_was_sampled(
 
 
 def test_of_a_large_generation_whole_groups_are_drawn_and_of_the_last_one_a_part() -> None:
-    assert sorted(len(own) for own in drawn_rollouts(10, 8, 4096, 1, 1)) == [0] * 8 + [2, 8]
+    assert sorted(len(own) for own in picked_rollouts(10, 8, 4096, 1, 1)) == [0] * 8 + [2, 8]

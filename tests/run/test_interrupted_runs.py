@@ -18,7 +18,7 @@ from tiny import make_tokenizer
 
 import lockstep
 import lockstep.learn.generation
-import lockstep.learn.policy
+import lockstep.learn.policy_and_reference
 import lockstep.watch.run
 from lockstep.config.sampling import interruption_of
 from lockstep.contract.inbox import Inbox
@@ -289,7 +289,9 @@ def test_fields_that_contradict_each_other_are_named(
 def test_what_only_the_tokenizer_can_tell_is_named_before_a_model_is_loaded(
     fields: dict[str, Any], message: str, untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lockstep.learn.policy, "load_policy", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        lockstep.learn.policy_and_reference, "load_policy", lambda *_: pytest.fail("a model was loaded")
+    )
     with pytest.raises(InputError, match=message):
         make("GRPO", untied_dir, tmp_path, None, {**limited("GRPO", GROUPS), "stop_strings": None, **fields})  # type: ignore[arg-type]
 

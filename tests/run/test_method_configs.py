@@ -10,7 +10,7 @@ from tiny import make_model
 from transformers import PreTrainedModel
 
 import lockstep
-import lockstep.learn.policy
+import lockstep.learn.policy_and_reference
 from lockstep.errors import InputError
 
 METHODS = ["GRPO", "RLOO", "OnlineDPO", "ReinforcePP", "PPO"]
@@ -46,7 +46,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> str:
         pytest.fail(f"{name} was looked for before the input was checked")
 
-    monkeypatch.setattr(lockstep.learn.policy, "resolve_model", fail)
+    monkeypatch.setattr(lockstep.learn.policy_and_reference, "resolve_model", fail)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.errors import ProofError
 from lockstep.extras.verify.logprob_checks import Unwatched
 from lockstep.learn.generation import sequences_of
-from lockstep.learn.update import UpdateSums, learn
+from lockstep.learn.update import StepSums, learn
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.tokens.arrays import reals
@@ -87,7 +87,7 @@ def test_its_loss_is_that_of_a_step_on_its_completions(make: Make, name: str) ->
     sequences = [s for batch in step.micro_batches for s in batch]
     assert len(sequences) == run.config.completions_per_step
     prepared = loop.preparation.step(loop.policy(), sequences, moved=False)
-    sums = UpdateSums(TokenEvidence())
+    sums = StepSums(TokenEvidence())
     learned = learn(loop.policy(), prepared, loop.objective, loop.clock, sums, Unwatched())
     # At a ratio of 1 these are means of advantages that add up to zero.
     assert (abs(learned) > 1e-4) == (name not in ("grpo", "rloo", "reinforce++"))

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
-from lockstep.learn.policy import Reference
+from lockstep.learn.policy_and_reference import Reference
 from lockstep.models.policy import load_policy
 
 WITH_REFERENCE: dict[str, dict[str, Any]] = {

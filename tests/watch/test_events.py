@@ -30,7 +30,7 @@ STEP = [
     "referenced",
     "prepared",
     "beginning",
-    *("part", "backward", "forward", "learned", "aside", "compared") * 2,
+    *("micro_batch", "backward", "forward", "learned", "aside", "compared") * 2,
     "summing",
     "summed",
     "accumulated",

@@ -123,7 +123,7 @@ def _model(given: Mapping[str, Any]) -> None:
     if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
         raise TypeError(f"{dtype} has no fractions; give float32 or bfloat16")
     attention = given.get("attn_implementation")
-    # FlashAttention becomes sdpa, also where it is not installed (`learn/policy.py`).
+    # FlashAttention becomes sdpa, also where it is not installed (`learn/policy_and_reference.py`).
     if isinstance(attention, str) and "/" not in attention and "flash" not in attention.lower():
         sizes = {
             "vocab_size": 8,

@@ -1,3 +1,1 @@
-"""What trainer and engine say to each other: requests, answers, how to sample, descriptions of tensors, and probes of
-modules.
-"""
+"""What trainer and engine say to each other: requests, answers, how to sample, tensors, and probes of modules."""

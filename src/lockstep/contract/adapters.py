@@ -2,9 +2,9 @@
 
     begin → reserved: (the base model, if the engine holds another one) → load → read_back → commit
 
-Every push of an adapter has a new name. This name is part of the keys of vLLM's prefix cache. Therefore a request
-never finds keys and values of older weights there. Each request names its adapter, and the engine keeps the adapter
-until the last of these requests has ended.
+Every push of an adapter has a new name, which is part of the keys of vLLM's prefix cache. Therefore a request never
+finds keys and values of older weights there. Each request names its adapter, and the engine keeps the adapter until
+the last of these requests has ended.
 """
 
 from __future__ import annotations
@@ -24,12 +24,7 @@ DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """The limits with which an engine was started.
-
-    Attributes:
-        rank: largest rank of an adapter.
-        dtype: dtype in which the engine keeps adapters.
-    """
+    """The limits with which an engine was started: the largest rank, and the dtype in which it keeps adapters."""
 
     rank: int
     dtype: torch.dtype
@@ -78,23 +73,17 @@ class AdapterReceiver(Protocol):
         """
 
     def commit_base(self, digest: str) -> None:
-        """Stamp the base model that was pushed with its digest.
-
-        The engine answers no request before an adapter is committed.
-        """
+        """Stamp the pushed base with its digest. The engine answers no request before an adapter is committed."""
 
     def begin(self) -> None:
         """Refuse to generate until `commit`, and remove this run's adapters that no request uses."""
 
     def load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
-        """Add an adapter under a new name. Requests do not use it yet.
+        """Add an adapter under a new name, which requests do not use yet. Returns the tensors that arrived.
 
         Args:
             tensors: for each adapted layer the tensors A and scaling × B, named by the layer with the suffixes `DOWN`
                 and `UP`.
-
-        Returns:
-            The tensors that arrived.
 
         Raises:
             InputError: there is no room for another adapter.
@@ -103,18 +92,14 @@ class AdapterReceiver(Protocol):
     def read_back(self) -> LoadedWeights:
         """The tensors of the new adapter, read back from the memory that the engine computes with.
 
-        `untouched` names the tensors
-        for which the engine has no layer."""
-
-    def commit(self, version: int) -> None:
-        """Serve again.
-
-        Every new request uses the new adapter; each older request ends with the adapter that it began with.
+        `untouched` names the tensors for which the engine has no layer.
         """
 
-    def probe(self, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
-        """Outputs of adapted layers for the probe vector of the layer's name (`contract/probe.py`).
+    def commit(self, version: int) -> None:
+        """Serve again: new requests use the new adapter; each older one ends with the adapter that it began with."""
 
-        Returns:
-            (3, outputs) float32 per layer: the outputs with the adapter, the outputs without it, and their difference.
+    def probe(self, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
+        """(3, outputs) float32 per layer, for the probe vector of the layer's name (`contract/probe.py`).
+
+        They are the outputs with the adapter, the outputs without it, and their difference.
         """

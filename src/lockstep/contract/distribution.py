@@ -1,20 +1,16 @@
-"""From logits to the distribution that a request samples from, in vLLM's order, as proofs score it.
+"""From logits to the distribution that a request samples from, one row at a time, in vLLM's order of steps.
 
-A sampling distribution as a proof scores it, and the distributions that an engine may have used by mistake.
-
-A proof scores completions under a distribution. If a gap fails, the others are tried. The one that makes the gap
-vanish says which setting only one side has applied.
-
-Turns a model's logits into the distribution that a request samples from, in vLLM's order of steps.
-
-It serves the transformers engine and the proofs that score again, one row at a time. Where transformers has a logits
-processor for a step, this module uses it. The order of steps is the order in vLLM's class `Sampler` (0.32.0):
+Where transformers has a logits processor for a step, this module uses it. The order is that of vLLM's class `Sampler`
+(0.32.0):
 
 1. grammar, 2. allowed ids, 3. bad words, 4. minimum length, 5. logit bias, 6. penalties: repetition, then frequency
    and presence,
 7. temperature, 8. min-p, 9. top-k, 10. top-p.
 
 Steps 1 to 6 depend on the ids alone (`shaped_logits`). Steps 8 to 10 depend on the logits (`filtered`).
+
+A proof scores completions under a `Distribution`. If a gap fails, the `others`, which an engine may have used by
+mistake, are tried. The one that makes the gap vanish says which setting only one side has applied.
 """
 
 from __future__ import annotations
@@ -77,10 +73,7 @@ def shaped_logits(
     end_ids: Sequence[int] = (),
     grammar_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(1, V) float32 logits after all steps that depend on the ids alone.
-
-    The arguments are those of `processed_logprobs`.
-    """
+    """(1, V) float32 logits after all steps that depend on the ids alone; arguments as in `processed_logprobs`."""
     scores = logits.to(torch.float32, copy=True).unsqueeze(0)
     if grammar_mask is not None:
         apply_mask(scores, grammar_mask)
@@ -98,7 +91,7 @@ def shaped_logits(
 
 
 def banned_ids(sampling: Sampling, output_ids: Sequence[int]) -> list[int]:
-    """Ids that would now complete one of the bad words. Only ids of the completion count; ids of the prompt do not."""
+    """Ids that would now complete one of the bad words. Only ids of the completion count."""
     banned = []
     for word in sampling.bad_words:
         prefix_length = len(word) - 1
@@ -167,10 +160,7 @@ class Distribution:
 
     @property
     def is_tempered_only(self) -> bool:
-        """Whether nothing but the temperature shapes the logits.
-
-        Then all tokens of a completion can be scored at once.
-        """
+        """Whether only the temperature shapes the logits, so that all tokens of a completion can be scored at once."""
         own = self.sampling
         same = {"stop": own.stop, "max_kept_ids": own.max_kept_ids, "end_ids": own.end_ids}
         return own == Sampling(own.max_tokens, own.temperature, **same)  # type: ignore[arg-type]
@@ -213,10 +203,7 @@ class Distribution:
         output_ids: Sequence[int],
         masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(1, V) logits after all steps that depend on ids, divided by the temperature.
-
-        The arguments are those of `logprobs`.
-        """
+        """(1, V) logits after all steps that depend on ids, divided by the temperature; arguments as in `logprobs`."""
         place = len(output_ids)
         counted = (prompt_ids, output_ids)
         if self.penalised == "completion":
@@ -233,25 +220,21 @@ class Distribution:
         same = {"stop": sampling.stop, "max_kept_ids": sampling.max_kept_ids, "end_ids": sampling.end_ids}
         plain = Sampling(sampling.max_tokens, **same)  # type: ignore[arg-type]
         found: dict[str, Distribution] = {}
+        bans = {"bad_words": (), "allowed_token_ids": None, "min_tokens": 0}
         settings = {
             "top_k, top_p and min_p": {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
             "the grammar": {"grammar": None},
             "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
             "logit_bias": {"logit_bias": ()},
-            "bad_words, allowed_token_ids and min_tokens": {
-                "bad_words": (),
-                "allowed_token_ids": None,
-                "min_tokens": 0,
-            },
+            "bad_words, allowed_token_ids and min_tokens": bans,
         }
         for name, neutral in settings.items():
             other = replace(sampling, **neutral)  # type: ignore[arg-type]
             if other != sampling:
                 found[f"a distribution without {name}"] = replace(self, sampling=other)
         if sampling.repetition_penalty != 1.0:
-            found["a distribution whose repetition_penalty does not count the prompt"] = replace(
-                self, penalised="completion"
-            )
+            without = replace(self, penalised="completion")
+            found["a distribution whose repetition_penalty does not count the prompt"] = without
         if sampling.presence_penalty or sampling.frequency_penalty:
             found["a distribution whose penalties count the prompt"] = replace(self, penalised="all")
         if plain != sampling and plain not in [other.sampling for other in found.values()]:

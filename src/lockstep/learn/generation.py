@@ -1,9 +1,4 @@
-"""One generation: from scored groups to the micro-batches that learn from it, with the forwards that come before the
-first step.
-
-A forward without gradient over whole sequences: before a generation's first step, for a reference model, and for
-evaluations.
-"""
+"""One generation: from scored groups to micro-batches, with the forwards that come before its first step."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from lockstep.contract.protocol import Completion
 from lockstep.errors import InputError
 from lockstep.learn.events import Evidence, LossWatch
 from lockstep.learn.methods.objective import Objective, Scores
-from lockstep.learn.policy import Reference
+from lockstep.learn.policy_and_reference import Reference
 from lockstep.learn.ranks import share_of
 from lockstep.learn.sequence import TrainingSequence, joined_branches, rollouts_of, split_branches
 from lockstep.learn.update import Policy
@@ -50,32 +45,23 @@ class AllScores:
 
     def data(self) -> dict[str, Any]:
         """The whole content, as JSON types and arrays. The scores of each kind are one array."""
-        return {
-            "evidence": self.evidence.data(),
-            **{
-                kind: {
-                    "names": list(scores),
-                    "lengths": [len(values) for values in scores.values()],
-                    "values": joined([*scores.values()]) if scores else reals([]),
-                }
-                for kind, scores in zip(_KINDS, (self.logps, self.entropies, self.values), strict=True)
-            },
-        }
+        found: dict[str, Any] = {"evidence": self.evidence.data()}
+        for kind in _KINDS:
+            scores: Scores = getattr(self, kind)
+            values = joined([*scores.values()]) if scores else reals([])
+            found[kind] = {"names": [*scores], "lengths": [*map(len, scores.values())], "values": values}
+        return found
 
     @classmethod
     def merged(cls, parts: Sequence[dict[str, Any]], evidence: Evidence) -> AllScores:
         """The scores of all ranks, from the `data` of each rank. `evidence` is empty."""
-        logps, entropies, critic_values = (
-            {
-                name: found
-                for part in (whole[kind] for whole in parts)
-                for name, found in zip(part["names"], cut(part["values"], part["lengths"]), strict=True)
-            }
-            for kind in _KINDS
-        )
-        for part in parts:
-            evidence.add(part["evidence"])
-        return cls(logps, entropies, critic_values, evidence)
+        scores: dict[str, Scores] = {kind: {} for kind in _KINDS}
+        for whole in parts:
+            evidence.add(whole["evidence"])
+            for kind, found in scores.items():
+                own = whole[kind]
+                found.update(zip(own["names"], cut(own["values"], own["lengths"]), strict=True))
+        return cls(**scores, evidence=evidence)
 
 
 @torch.no_grad()
@@ -91,38 +77,31 @@ def score_all(
 
     Args:
         evidence: empty; what the proofs keep.
-        measure: whether to measure the gap to the engine's log-probs, and the draws. False for weights that the
-            engine did not sample with: those of a reference model, or of a policy that has moved since.
+        measure: whether to measure the gap to the engine's log-probs, and the draws. False for weights that the engine
+            did not sample with: those of a reference model, or of a policy that has moved since.
 
     Raises:
         ProofError: a log-prob of the policy is not finite, or a proof of drawn tokens fails.
         InputError: a log-prob is not finite, and it is not measured.
     """
-    logps: Scores = {}
-    entropies: Scores = {}
-    critic_values: Scores = {}
+    found: dict[str, Scores] = {kind: {} for kind in _KINDS}
     for pack in policy.packs(sequences, config):
         scores = policy.score(pack, config, evidence, before_steps=measure)
         lengths = [s.length for s in pack.sequences]
         if measure:
-            found = [(pack.sequences, scores)]
-            evidence.tokens(pack.sequences, pack.column("behaviour_logps"), scores.logps, scores=found)
+            own = [(pack.sequences, scores)]
+            evidence.tokens(pack.sequences, pack.column("behaviour_logps"), scores.logps, scores=own)
         elif not bool(torch.isfinite(scores.logps).all()):
             raise InputError(
-                "the reference model, or the policy after an optimizer step, gives a sampled token no finite "
-                "log-prob; look at its "
-                "weights and dtype, and at grad_norm"
+                "the reference model, or the policy after an optimizer step, gives a sampled token no "
+                "finite log-prob; look at its weights and dtype, and at grad_norm"
             )
-        for by_name, values in (
-            (logps, scores.logps),
-            (entropies, scores.entropies),
-            (critic_values, scores.values),
-        ):
-            if values is not None:
+        for kind, by_name in found.items():
+            if (values := getattr(scores, kind)) is not None:
                 parts = cut(reals(values.cpu().numpy()), lengths)
                 by_name.update((s.name, part) for s, part in zip(pack.sequences, parts, strict=True))
     evidence.rows_compared(policy)
-    return AllScores(logps, entropies, critic_values, evidence)
+    return AllScores(**found, evidence=evidence)
 
 
 # One rollout in `_ONE_IN` is verified whatever its reward is; more of them in small generations, so that the verified
@@ -138,8 +117,7 @@ class Generation:
     """Scored groups and the sequences to learn from.
 
     Attributes:
-        version: weight version that the engine held when the generation was taken. Without staleness it sampled every
-            token.
+        version: weight version that the engine held when the generation was taken.
         groups: the rollouts, by prompt.
         micro_batches: lists of sequences, in the order of groups, samples and branches. The micro-batches of one
             optimizer step are adjacent, and within a step so are those of one rank.
@@ -156,14 +134,12 @@ class Generation:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens that the engine sampled, counted in the engine's answers and not in the training
-        sequences.
-        """
+        """Number of tokens that the engine sampled, counted in its answers and not in the training sequences."""
         return sum(len(c.sampled_versions) for c in self.completions)
 
     @property
     def aside_tokens(self) -> int:
-        """How many of them are left aside: they have no gradient, and are not drawn."""
+        """How many of them are left aside: they have no gradient, and are not picked."""
         return sum(len(c.sampled_versions) for c in self._aside())
 
     @property
@@ -188,10 +164,7 @@ class Generation:
         return tuple(group.prompt.prompt_id for group in self.groups)
 
     def step(self, index: int, size: int) -> list[TrainingSequence]:
-        """Sequences of one optimizer step of this generation.
-
-        `size` is the step's number of micro-batches over all ranks.
-        """
+        """Sequences of one optimizer step. `size` is the step's number of micro-batches over all ranks."""
         return [s for batch in self.micro_batches[index * size : (index + 1) * size] for s in batch]
 
     def of_rank(self, index: int, size: int, ranks: Ranks) -> Sequence[Sequence[TrainingSequence]]:
@@ -200,32 +173,26 @@ class Generation:
         return self.micro_batches[first : first + size]
 
     def with_step(self, index: int, size: int, sequences: Sequence[TrainingSequence]) -> Generation:
-        """A copy of the generation in which the sequences of one optimizer step are replaced by others with the same
-        names.
-        """
+        """A copy in which the sequences of one optimizer step are replaced by others with the same names."""
         by_name = {s.name: s for s in sequences}
-        first, end = index * size, (index + 1) * size
-        batches = tuple(
-            tuple(by_name[s.name] for s in batch) if first <= i < end else batch
-            for i, batch in enumerate(self.micro_batches)
-        )
-        return replace(self, micro_batches=batches)
+        batches, first, end = self.micro_batches, index * size, (index + 1) * size
+        others = tuple(tuple(by_name[s.name] for s in batch) for batch in batches[first:end])
+        return replace(self, micro_batches=batches[:first] + others + batches[end:])
 
     def changed(self, change: Callable[[TrainingSequence], TrainingSequence]) -> Generation:
-        """A copy of the generation in which each sequence is replaced by `change(sequence)`."""
+        """A copy in which each sequence is replaced by `change(sequence)`."""
         batches = tuple(tuple(change(s) for s in batch) for batch in self.micro_batches)
         return replace(self, micro_batches=batches)
 
 
-def drawn_rollouts(groups: int, size: int, tokens: int, seed: int, number: int) -> list[list[int]]:
+def picked_rollouts(groups: int, size: int, tokens: int, seed: int, number: int) -> list[list[int]]:
     """The places, within each group of a generation, of the rollouts that are verified whatever their rewards are.
 
-    The choice does not depend on what was sampled. Otherwise the draws proof could not bet on the tokens. Every
-    rollout is drawn with the same probability. Among a few generations in a row, all drawn rollouts are in one
-    generation. They are whole groups, because the rollouts of a group share a prompt, and a part of one more group.
+    The choice does not depend on what was sampled. Otherwise the draws proof could not bet on the tokens. Every rollout
+    is picked with the same probability. Among a few generations in a row, all picked rollouts are in one. They are
+    whole groups, because the rollouts of a group share a prompt, and a part of one more group.
 
     Args:
-        groups: number of groups.
         size: rollouts of a group.
         tokens: how many tokens a rollout may have.
         seed: of the run.
@@ -249,8 +216,7 @@ def branches_of(groups: Sequence[RolloutGroup]) -> list[Completion]:
 
 
 def sequences_of(groups: Sequence[RolloutGroup], version: int) -> list[TrainingSequence]:
-    """One sequence per branch with sampled tokens, in the order of groups, samples and branches, without advantages
-    and weights.
+    """One sequence per branch with sampled tokens, in the order of groups, samples and branches, without advantages.
 
     Args:
         version: weight version that will learn from them first.
@@ -284,8 +250,8 @@ def prepare_generation(
 ) -> Generation:
     """Advantages, loss weights and micro-batches of a generation.
 
-    Weights are normalised over each whole optimizer step, for any number of micro-batches and ranks. A rollout has
-    one weight, which all of its branches share. A rollout in which nothing was sampled counts like a masked one.
+    Weights are normalised over each whole optimizer step, for any number of micro-batches and ranks. A rollout has one
+    weight, which all of its branches share. A rollout in which nothing was sampled counts like a masked one.
 
     Args:
         sequences: the sequences of the groups, with the log-probs that the method needs; None: made from the groups.
@@ -312,9 +278,8 @@ def prepare_generation(
         step = torch.arange(start, min(start + per_step, len(advantaged)))
         step = step[counted[step]]
         if len(step):
-            weights[step] = torch.where(
-                kept[step] > 0, objective.sequence_weights(kept[step], places[step]), 0.0
-            )
+            own = objective.sequence_weights(kept[step], places[step])
+            weights[step] = torch.where(kept[step] > 0, own, 0.0)
     weighted = [s.but(weight=weight) for s, weight in zip(advantaged, weights.tolist(), strict=True)]
     split = [
         [whole] if len(own) == 1 else split_branches(whole, own)
@@ -326,11 +291,7 @@ def prepare_generation(
 
 
 class Preparation:
-    """Makes generations from scored groups.
-
-    Args:
-        reference: the reference model; None if the method uses none.
-    """
+    """Makes generations from scored groups. Every rank calls its methods."""
 
     def __init__(
         self,
@@ -346,7 +307,7 @@ class Preparation:
     def generation(
         self, policy: Policy, groups: Sequence[RolloutGroup], version: int
     ) -> tuple[Generation, AllScores | None, list[TrainingSequence]]:
-        """A generation to learn from. Every rank calls this.
+        """A generation to learn from.
 
         Args:
             policy: the current policy, before the generation's first step.
@@ -382,28 +343,28 @@ class Preparation:
         return generation, found, sequences
 
     def _sequences(self, groups: Sequence[RolloutGroup], version: int) -> list[TrainingSequence]:
-        """The sequences of a generation, in which those of the rollouts that are not drawn are marked."""
+        """The sequences of a generation, in which those of the rollouts that are not picked are marked."""
         config, found = self._config, sequences_of(groups, version)
         number = version // config.optimizer_steps_per_generation
-        drawn = drawn_rollouts(len(groups), config.group_size, config.completion_limit, config.seed, number)
+        picked = picked_rollouts(len(groups), config.group_size, config.completion_limit, config.seed, number)
         names = {
             str(branch.key)
-            for group, places in zip(groups, drawn, strict=True)
+            for group, places in zip(groups, picked, strict=True)
             for place, rollout in enumerate(group.rollouts)
             if place in places
             for branch in rollout.branches
         }
-        return [s if s.name in names else s.but(drawn=False) for s in found]
+        return [s if s.name in names else s.but(picked=False) for s in found]
 
     def _perhaps_aside(self, sequence: TrainingSequence) -> TrainingSequence:
-        if sequence.drawn or self._objective.has_gradient(sequence):
+        if sequence.picked or self._objective.has_gradient(sequence):
             return sequence
         return sequence.but(aside=True)
 
     def step(
         self, policy: Policy, sequences: Sequence[TrainingSequence], *, moved: bool
     ) -> list[TrainingSequence]:
-        """Sequences of one optimizer step, over all ranks, just before its first forward. Every rank calls this.
+        """Sequences of one optimizer step, over all ranks, just before its first forward.
 
         Args:
             moved: whether the policy has changed since the generation was prepared.
@@ -430,15 +391,12 @@ class Preparation:
         groups: Sequence[RolloutGroup],
         version: int,
     ) -> Scores:
-        """The reference model's log-probs, by name of the sequence. Every rank calls this.
+        """The reference model's log-probs, by name of the sequence.
 
         Args:
             groups: those of the sequences.
             version: weight version of the policy, which draws the completion whose log-probs are computed a second
                 time.
-
-        Raises:
-            ProofError: the second time gives other log-probs.
         """
         assert self._reference is not None
         with self._clock.phase("reference"), self._reference.model() as model:
@@ -448,34 +406,20 @@ class Preparation:
             return scores
 
     def _to_be_scored(self, sequence: TrainingSequence) -> TrainingSequence:
-        """Drop old log-probs of a sequence with a gradient: the policy stays the same until the step, whose forward
-        gives them.
-        """
+        """Drop old log-probs of a sequence with a gradient: the forward of the first step gives them."""
         return sequence.but(old_logps=None) if self._objective.has_gradient(sequence) else sequence
 
     def scores(
         self, policy: Policy, sequences: Sequence[TrainingSequence], *, measure: bool = True
     ) -> AllScores:
-        """Scores of sequences under the current policy. Every rank calls this.
-
-        Args:
-            measure: as in `score_all`.
-
-        Raises:
-            ProofError: a log-prob is not finite.
-        """
+        """Scores of sequences under the current policy; `measure` as in `score_all`."""
         with self._clock.phase("verify"):
             return self._score(policy, sequences, measure=measure)
 
     def _score(self, policy: Policy, sequences: Sequence[TrainingSequence], *, measure: bool) -> AllScores:
         def own() -> AllScores:
-            return score_all(
-                policy,
-                share_of(sequences, self._ranks),
-                self._config,
-                self._watch.evidence(),
-                measure=measure,
-            )
+            mine = share_of(sequences, self._ranks)
+            return score_all(policy, mine, self._config, self._watch.evidence(), measure=measure)
 
         if self._ranks.count == 1:
             return own()

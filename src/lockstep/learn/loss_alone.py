@@ -1,7 +1,7 @@
 """The loss of a method on scored groups without a gradient: what one optimizer step on all of them would have.
 
-It is the loss that an evaluation logs. The policy has not moved since it sampled, so every ratio to the sampling
-policy is 1. Therefore a method that needs neither a reference model nor entropies nor values needs no forward for it.
+The policy has not moved since it sampled, so every ratio to the sampling policy is 1. Therefore a method that needs
+neither a reference model nor entropies nor values needs no forward for it.
 """
 
 from __future__ import annotations
@@ -34,20 +34,15 @@ def loss_alone(
     sequences: Sequence[TrainingSequence],
     scored: AllScores,
 ) -> dict[str, float]:
-    """The loss, and the figures that the method logs beside it. Every rank calls this.
+    """`loss`, and the figures that the method logs beside it, by name. Every rank calls this.
 
     The loss has no weights for the difference between engine and trainer, and no auxiliary loss of routers.
 
     Args:
         version: weight version that sampled the groups.
-        sequences: those of the groups.
         scored: scores of the policy, of all sequences; not used unless `needs_scores`.
-
-    Returns:
-        `loss`, and the method's figures by name.
     """
-    # Where log-probs do not matter, some sequences have no scores. Those of the engine, which the proof compares,
-    # stand for all.
+    # Where log-probs do not matter, some sequences have no scores. Those of the engine stand for all.
     known = needs_scores(objective)
     ready = [_with_scores(s, scored) if known else s.but(old_logps=s.behaviour_logps) for s in sequences]
     if objective.kl_in_reward:

@@ -1,8 +1,7 @@
 """The memory of a run: counted before the model is loaded, said in one line, and refused where it cannot fit.
 
-The shapes come from the model's config: the same classes that load the policy make it without memory (device `meta`).
-Weights, gradients, moments, reference and engine are exact counts of bytes. Activations are an estimate.
-`docs/internals/training.md` says what is counted, and what is not.
+The same classes that load the policy make it without memory (device `meta`). Weights, gradients, moments, reference and
+engine are exact counts of bytes; activations are an estimate (docs/internals/training.md).
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ _VOCABULARY = 64
 _FP32 = torch.float32.itemsize
 
 
-# ---- bytes of tensors
-# --------------------------------------------------------------------------------------------------
+# ---- bytes of tensors --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +67,14 @@ def sizes_of(tensors: Iterable[torch.Tensor]) -> list[TensorSize]:
 
 
 def weight_bytes(model: torch.nn.Module, ranks: int = 1) -> int:
-    """Bytes of a model's parameters and buffers on one rank.
-
-    Parameters of bitsandbytes are 4-bit codes and their scales.
-
-    Args:
-        ranks: number of ranks over which the parameters are cut; buffers are whole on each.
-    """
-    plain = [p for p in model.parameters() if not is_quantised(p)]
+    """Bytes of a model's parameters and buffers on one rank, if the parameters alone are cut over `ranks`."""
     codes = sum(_code_bytes(p) for p in model.parameters() if is_quantised(p))
-    return (
-        codes
-        + sum(s.shard(ranks).size for s in sizes_of(plain))
-        + sum(s.size for s in sizes_of(model.buffers()))
-    )
+    plain = sizes_of(p for p in model.parameters() if not is_quantised(p))
+    return codes + sum(s.shard(ranks).size for s in plain) + _bytes(sizes_of(model.buffers()))
+
+
+def _bytes(sizes: Iterable[TensorSize]) -> int:
+    return sum(size.size for size in sizes)
 
 
 def _code_bytes(parameter: Any) -> int:
@@ -97,17 +89,13 @@ def _code_bytes(parameter: Any) -> int:
 
 
 def moment_bytes(trained: Iterable[TensorSize], kind: Any, arguments: Mapping[str, Any]) -> int:
-    """Bytes that an optimizer keeps between two steps.
+    """Bytes that an optimizer keeps between two steps. It raises what the optimizer raises without memory.
 
     The optimizer takes a step on tensors without memory, one of each size, so that every optimizer's own rule holds.
 
     Args:
         trained: sizes of the trained parameters.
-        kind: the optimizer's class.
-        arguments: of its constructor.
-
-    Raises:
-        Exception: the optimizer cannot compute without memory.
+        kind, arguments: the optimizer's class, and the arguments of its constructor.
     """
     # PyTorch's fused kernels exist on real devices only. They keep the same state.
     own = {name: value for name, value in arguments.items() if name != "fused"}
@@ -129,20 +117,15 @@ def engine_weight_bytes(
 
     Args:
         model: the base model, without an adapter.
-        dtype: the engine's dtype.
         quantization: vLLM's name of the scheme in which it holds linear layers in 8 bits; None: in `dtype`.
         vllm: whether vLLM holds them, or transformers.
     """
     inner = causal_model(model)
     if not vllm:
-        return sum(math.prod(s.shape) * dtype.itemsize for s in sizes_of(inner.parameters())) + sum(
-            s.size for s in sizes_of(inner.buffers())
-        )
-    vocabulary = {
-        id(module.weight)
-        for module in (inner.get_input_embeddings(), inner.get_output_embeddings())
-        if module is not None
-    }
+        numbers = sum(math.prod(s.shape) for s in sizes_of(inner.parameters()))
+        return numbers * dtype.itemsize + _bytes(sizes_of(inner.buffers()))
+    ends = inner.get_input_embeddings(), inner.get_output_embeddings()
+    vocabulary = {id(module.weight) for module in ends if module is not None}
     total = 0
     for parameter in inner.parameters():
         shape = parameter.shape
@@ -157,9 +140,7 @@ def engine_weight_bytes(
 
 
 def adapter_bytes(adapted: torch.nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the places that vLLM keeps for one adapter (`vllm_enable_lora`): two factors per layer, of its next
-    larger rank.
-    """
+    """Bytes that vLLM keeps for one adapter (`vllm_enable_lora`): two factors per layer, of its next larger rank."""
     total = 0
     for name, parameter in adapted.named_parameters():
         if ".lora_A." in name or ".lora_B." in name:
@@ -168,8 +149,7 @@ def adapter_bytes(adapted: torch.nn.Module, dtype: torch.dtype) -> int:
     return total
 
 
-# ---- activations
-# -------------------------------------------------------------------------------------------------------
+# ---- activations -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +157,9 @@ class LayerShape:
     """Sizes of a language model that decide what its activations need.
 
     Attributes:
-        layers: number of layers.
-        hidden: width of the hidden states.
         queries, keys: heads × their width.
         inner: width inside the feed-forward part, or inside one expert.
         experts: number of experts per token; 0: none.
-        vocabulary: rows of the output head.
         normed_heads: whether queries and keys have norms of their own.
         products: elements of the weights of one layer's products, without experts.
     """
@@ -203,9 +180,8 @@ def layer_shape(model: PreTrainedModel) -> LayerShape | None:
     config = model.config.get_text_config()
     heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
     routed = getattr(config, "num_experts_per_tok", None) if expert_names(model) else None
-    inner = (getattr(config, "moe_intermediate_size", None) if routed else None) or getattr(
-        config, "intermediate_size", None
-    )
+    inner = getattr(config, "moe_intermediate_size", None) if routed else None
+    inner = inner or getattr(config, "intermediate_size", None)
     if not (isinstance(heads, int) and isinstance(layers, int) and isinstance(inner, int)):
         return None
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -226,17 +202,17 @@ def layer_shape(model: PreTrainedModel) -> LayerShape | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class LargestForward:
     """How a forward and its backward compute.
 
     Attributes:
         positions: largest number of positions of a pack.
-        stream: bytes per number of the hidden states between the layers: of the weights' dtype.
+        stream: bytes per number of the hidden states between the layers.
         computed: bytes per number in products: 2 with bf16.
         chunk: rows of logits in memory at a time.
         checkpointing: whether the backward computes each layer again.
-        room: bytes that layers may keep before later layers keep only their products (`learn/recomputation.py`);
-            None: no layer computes anything again by itself.
+        room: bytes that layers may keep before later layers keep only their products (`learn/recomputation.py`); None:
+            no layer computes anything again by itself.
     """
 
     positions: int
@@ -247,7 +223,7 @@ class Pass:
     room: int | None = None
 
 
-def activation_bytes(shape: LayerShape, work: Pass) -> int:
+def activation_bytes(shape: LayerShape, work: LargestForward) -> int:
     """An estimate of the bytes that a forward and its backward need beside weights and gradients.
 
     It adds up what PyTorch keeps of a gated layer with two norms (Llama, Qwen and their like), and the largest of
@@ -260,9 +236,8 @@ def activation_bytes(shape: LayerShape, work: Pass) -> int:
     passing = 3 * positions * inner * work.computed + casts
     # Logits, their scaled copy, probabilities and gradient; and the gradient of the head's weight, before it is added.
     elements = min(work.chunk, positions) * shape.vocabulary
-    head = elements * (3 * _FP32 + work.computed) + shape.vocabulary * hidden * (
-        work.stream + (work.computed if casts else 0)
-    )
+    of_head = work.stream + (work.computed if casts else 0)
+    head = elements * (3 * _FP32 + work.computed) + shape.vocabulary * hidden * of_head
     ends = positions * hidden * (2 * max(work.stream, _FP32) + work.stream)
     if work.checkpointing:
         # Autocast holds its copies of all weights until the forward ends.
@@ -278,14 +253,12 @@ def activation_bytes(shape: LayerShape, work: Pass) -> int:
     return kept + ends + max(head, passing + (layer if whole < shape.layers else 0))
 
 
-def kept_per_position(shape: LayerShape, work: Pass) -> int:
+def kept_per_position(shape: LayerShape, work: LargestForward) -> int:
     """Bytes per position that a layer keeps for its backward if it recomputes nothing."""
     stream, computed, hidden = work.stream, work.computed, shape.hidden
-    # A norm computes in float32 and keeps its input and what it has normed; the input of half-precision weights is
-    # widened.
+    # A norm computes in float32, and keeps its input (widened, with half-precision weights) and what it has normed.
     normed = 2 * _FP32 if stream == _FP32 else _FP32 + stream
-    # Autocast makes a copy of the hidden states for each product. Otherwise all products of a norm keep the same
-    # tensor.
+    # Autocast copies the hidden states for each product. Otherwise all products of a norm keep the same tensor.
     casts = computed < stream
     copies = 5 if casts else 2
     attention = shape.queries + 2 * shape.keys + shape.queries
@@ -295,29 +268,21 @@ def kept_per_position(shape: LayerShape, work: Pass) -> int:
     if not shape.experts:
         return total + 4 * shape.inner * computed
     # Each expert's input is gathered, and its output is weighted.
-    routed = (
-        hidden * (stream + computed)
-        + 4 * shape.inner * computed
-        + (hidden * (stream + computed) if casts else 0)
-    )
+    routed = (2 if casts else 1) * hidden * (stream + computed) + 4 * shape.inner * computed
     return total + shape.experts * routed - (hidden * computed if casts else 0)
 
 
-# ---- models without memory
-# ---------------------------------------------------------------------------------------------
+# ---- models without memory ---------------------------------------------------------------------------------
 
 
 def empty_base(path: str, config: OnlineConfig, quantization_config: Any = None) -> PreTrainedModel:
     """The policy's base model as `models/policy.py` would load it, on the device `meta`.
 
-    Raises:
-        Exception: the files or the arguments do not describe a model. Loading it says what is wrong.
+    It raises many kinds of errors if the files or the arguments do not describe a model. Loading it says what is wrong.
     """
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-    wanted, quantization_config = (
-        given.pop("dtype", torch.float32),
-        given.pop("quantization_config", quantization_config),
-    )
+    wanted = given.pop("dtype", torch.float32)
+    quantization_config = given.pop("quantization_config", quantization_config)
     for name in ("revision", "attn_implementation", "device_map"):
         given.pop(name, None)
     # transformers takes further arguments for fields of the config.
@@ -333,9 +298,8 @@ def _empty(kind: Any, config: Any, dtype: torch.dtype, quantization_config: Any 
         if quantization_config is not None:
             from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-            Bnb4BitHfQuantizer(quantization_config, pre_quantized=False).preprocess_model(
-                model, device_map=None
-            )
+            quantizer = Bnb4BitHfQuantizer(quantization_config, pre_quantized=False)
+            quantizer.preprocess_model(model, device_map=None)
     return model
 
 
@@ -353,8 +317,7 @@ def _keep_in_float32(model: PreTrainedModel) -> None:
             parameter.data = parameter.data.float()
 
 
-# ---- devices
-# -----------------------------------------------------------------------------------------------------------
+# ---- devices -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +325,6 @@ class Room:
     """The memory of a device.
 
     Attributes:
-        device: the device.
         name: as messages name it.
         size: in bytes.
         beyond: bytes of swap, which a run can use slowly; None: its size is not known.
@@ -380,9 +342,7 @@ class Room:
 
 
 def room_of(device: torch.device) -> Room:
-    """The memory of the trainer's device: of the whole GPU, or of the machine within the limits of its control
-    groups.
-    """
+    """The memory of the whole GPU, or of the machine within the limits of its control groups."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return Room(device, f"{device} ({properties.name})", properties.total_memory)
@@ -400,12 +360,7 @@ def room_of(device: torch.device) -> Room:
 def group_limits(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> Iterator[tuple[Any, Any]]:
-    """The limits of memory and of swap of every control group that this process is in; infinite where there is none.
-
-    Args:
-        root: where the groups are mounted.
-        own: the file that names the groups of this process.
-    """
+    """The limits of memory and of swap of every control group that this process is in; infinite where there is none."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -418,8 +373,7 @@ def group_limits(
         place = base / path.strip("/")
         while place.is_relative_to(base):
             if controllers:
-                # The first version of control groups limits swap together with memory. No limit of swap is the
-                # careful reading.
+                # The first version of control groups limits swap together with memory: take swap as unlimited.
                 yield _limit(place / "memory.limit_in_bytes"), math.inf
             else:
                 yield _limit(place / "memory.max"), _limit(place / "memory.swap.max")
@@ -433,7 +387,7 @@ def _limit(file: Path) -> float:
         return math.inf
 
 
-# ---- a run -------------------------------------------------------------------------------------------------------
+# ---- a run -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,7 +395,6 @@ class Part:
     """One part of the memory of a run.
 
     Attributes:
-        name: as messages name it.
         size: in bytes.
         when: whether it exists always, only while the trainer learns, or only while the engine samples.
         mapped: whether it may be a view of the model's files, which the system can drop and read again.
@@ -456,6 +409,9 @@ class Part:
     detail: str = ""
     least: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.name} {in_gib(self.size)}" + (f" ({self.detail})" if self.detail else "")
+
 
 @dataclass(frozen=True, slots=True)
 class RunMemory:
@@ -463,8 +419,7 @@ class RunMemory:
 
     Attributes:
         parts: what is counted exactly.
-        activations: an estimate of what a forward and its backward need beside the parts; None: the family is not
-            known.
+        activations: an estimate for a forward and its backward, beside the parts; None: the family is not known.
         unknown: what could not be counted.
     """
 
@@ -473,15 +428,9 @@ class RunMemory:
     unknown: tuple[str, ...] = ()
 
     def exact(self, *, mapped: bool = True) -> int:
-        """Bytes of the parts that exist at the same time: while the trainer learns, or while the engine samples.
-
-        Args:
-            mapped: whether to count what may be a view of files.
-        """
+        """Bytes of the parts that exist at one time; without `mapped`, what may be a view of files does not count."""
         counted = [part for part in self.parts if mapped or not part.mapped]
-        return max(
-            sum(p.size for p in counted if p.when in ("always", when)) for when in (LEARNING, SAMPLING)
-        )
+        return max(sum(p.size for p in counted if p.when != other) for other in (LEARNING, SAMPLING))
 
     @property
     def whole(self) -> int:
@@ -495,21 +444,13 @@ class RunMemory:
         return self.exact() - (left.exact() if left.parts else 0)
 
     def __str__(self) -> str:
-        shown = [
-            f"{p.name} {in_gib(p.size)}{f' ({p.detail})' if p.detail else ''}" for p in self.parts if p.size
-        ]
-        return ", ".join(shown)
+        return ", ".join(str(part) for part in self.parts if part.size)
 
 
 LEARNING, SAMPLING = "learning", "sampling"
-WEIGHTS, FROZEN, VALUES, GRADIENTS, MOMENTS = (
-    "weights",
-    "frozen weights",
-    "value head",
-    "gradients",
-    "moments",
-)
-REFERENCE, REWARDS, ENGINE, CACHE = "reference", "reward models", "engine", "cache"
+WEIGHTS, FROZEN, VALUES = "weights", "frozen weights", "value head"
+GRADIENTS, MOMENTS, REFERENCE = "gradients", "moments", "reference"
+REWARDS, ENGINE, CACHE = "reward models", "engine", "cache"
 
 
 def in_gib(size: float) -> str:
@@ -523,12 +464,10 @@ class RunModels:
 
     Attributes:
         model: name, directory or hub id of the policy, or the loaded model.
-        peft_config, quantization_config, ref_model: arguments of the trainer.
         rewards: reward functions, and names or models of reward models.
         uses_reference: whether the method needs a reference model.
         make_critic: makes the value head for a policy; returns None if the method has none.
-        own_optimizer: whether the program makes the optimizer itself.
-        own_engine: whether the program has started the engine itself.
+        own_optimizer, own_engine: whether the program makes them itself.
     """
 
     model: str | PreTrainedModel
@@ -543,15 +482,9 @@ class RunModels:
 
 
 def memory_of_run(config: OnlineConfig, given: RunModels, room: Room) -> RunMemory:
-    """The memory that a run needs on the trainer's device.
+    """The memory that a run needs on the trainer's device; on a CPU, that of all its processes on this machine.
 
-    On a CPU, that is the memory of all its processes on this machine.
-
-    Args:
-        room: the memory of the device, of which vLLM takes a share on a GPU.
-
-    Raises:
-        Exception: the model's files or the arguments do not describe a model.
+    It raises what `empty_base` raises.
     """
     # Processes on one machine share its memory. Each has a GPU of its own.
     copies = 1 if room.on_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -563,18 +496,16 @@ def memory_of_run(config: OnlineConfig, given: RunModels, room: Room) -> RunMemo
 
     gradients = [size.shard(ranks) for size in sizes_of(p for p in policy.parameters() if p.requires_grad)]
     whole = weight_bytes(policy, ranks)
-    trained = sum(size.size for size in [*gradients, *sizes_of(policy.buffers())])
-    parts = [
-        Part(WEIGHTS, copies * trained),
-        Part(FROZEN, copies * (whole - trained), mapped=not room.on_gpu),
-    ]
+    trained = _bytes([*gradients, *sizes_of(policy.buffers())])
+    frozen = Part(FROZEN, copies * (whole - trained), mapped=not room.on_gpu)
+    parts = [Part(WEIGHTS, copies * trained), frozen]
     with torch.device("meta"):
         critic = given.make_critic(policy)
     if critic is not None:
         head = sizes_of(critic.parameters())
         gradients += head
-        parts.append(Part(VALUES, copies * sum(size.size for size in head)))
-    parts.append(Part(GRADIENTS, copies * sum(size.size for size in gradients), LEARNING))
+        parts.append(Part(VALUES, copies * _bytes(head)))
+    parts.append(Part(GRADIENTS, copies * _bytes(gradients), LEARNING))
     moments = _moments(config, given, policy, gradients)
     if moments is None:
         unknown.append("the optimizer's state")
@@ -592,22 +523,20 @@ def memory_of_run(config: OnlineConfig, given: RunModels, room: Room) -> RunMemo
     parts.append(Part(REWARDS, copies * sum(size for size in rewards if size), mapped=not room.on_gpu))
     parts += _engine_parts(config, given, path, base, policy, room)
     shape = layer_shape(base)
-    activations = None if shape is None else copies * activation_bytes(shape, pass_of(config, base, room))
+    activations = (
+        None if shape is None else copies * activation_bytes(shape, largest_forward(config, base, room))
+    )
     return RunMemory(tuple(part for part in parts if part.size), activations, tuple(unknown))
 
 
-def pass_of(config: OnlineConfig, model: PreTrainedModel, room: Room) -> Pass:
-    """The largest forward and backward of a run.
-
-    Args:
-        model: the base model, for the dtype of its weights.
-    """
+def largest_forward(config: OnlineConfig, model: PreTrainedModel, room: Room) -> LargestForward:
+    """The largest forward and backward of a run. `model` is the base model, for the dtype of its weights."""
     limits = [n for n in (config.context_limit, context_length(model.config)) if n is not None]
     budget = config.token_budget or max(usual_token_budgets())
     # A pack has at most the completions of a micro-batch. A sequence that is longer than the budget is a pack alone.
     most = config.completions_per_micro_batch * min(limits) if limits else budget
     weights = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    return Pass(
+    return LargestForward(
         max(min(budget, most), config.completion_limit),
         weights.itemsize,
         min(weights.itemsize, config.trainer_dtype.itemsize),
@@ -618,9 +547,7 @@ def pass_of(config: OnlineConfig, model: PreTrainedModel, room: Room) -> Pass:
 
 
 def _models(path: str, config: OnlineConfig, given: RunModels) -> tuple[PreTrainedModel, torch.nn.Module]:
-    """The base model that engines load, and the policy that is trained: both without memory, unless a loaded policy
-    was given.
-    """
+    """The base model that engines load, and the policy: both without memory, unless a loaded policy was given."""
     if not isinstance(given.model, str):
         base = causal_model(given.model) if not is_adapted(given.model) else empty_base(path, config)
         return base, given.model
@@ -658,9 +585,8 @@ def _moments(config: OnlineConfig, given: RunModels, policy: Any, sizes: Sequenc
             embeddings = [m.weight for m in policy.modules() if isinstance(m, torch.nn.Embedding)]
             wide = sizes_of(weight for weight in embeddings if weight.requires_grad)
         narrow = list((Counter(sizes) - Counter(wide)).elements())
-        return moment_bytes(narrow, kind, arguments) + moment_bytes(
-            wide, kind, {**arguments, "optim_bits": 32}
-        )
+        of_wide = moment_bytes(wide, kind, {**arguments, "optim_bits": 32})
+        return moment_bytes(narrow, kind, arguments) + of_wide
     except (*BAD_FILES, NotImplementedError) as error:
         _logger.debug(f"the state of {optimizer_name(config)} cannot be counted: {error}")
         return None
@@ -704,25 +630,21 @@ def _engine_parts(
     when = SAMPLING if config.engine_sleeps else "always"
     if room.on_gpu and cache is None:
         share = settings.get("gpu_memory_utilization", config.vllm_gpu_memory_utilization)
-        own = weights // workers
-        return [
-            Part(ENGINE, math.ceil(room.size * share), when, detail=f"{in_gib(own)} of it weights", least=own)
-        ]
+        own, taken = weights // workers, math.ceil(room.size * share)
+        return [Part(ENGINE, taken, when, detail=f"{in_gib(own)} of it weights", least=own)]
     if cache is None:
         limits = [n for n in (config.context_limit, context_length(base.config)) if n is not None]
         # The prompts are not read yet. Without a length from the user, the cache of the completions alone is counted.
         longest = min(limits) if config.context_limit else min(config.completion_limit + 2, *limits)
         cache = cpu_cache_bytes(path, dtype, longest, config.vllm_max_num_seqs or usual_sequences())
     if room.on_gpu:
-        return [
-            Part(ENGINE, math.ceil(weights / workers) + cache, when, detail=f"{in_gib(cache)} of it cache")
-        ]
+        taken = math.ceil(weights / workers) + cache
+        return [Part(ENGINE, taken, when, detail=f"{in_gib(cache)} of it cache")]
     more = "" if config.context_limit or "kv_cache_memory_bytes" in settings else "at least, without prompts"
     return [Part(ENGINE, weights, detail="its weights"), Part(CACHE, cache * workers, detail=more)]
 
 
-# ---- what a user is told
-# -----------------------------------------------------------------------------------------------
+# ---- what a user is told -----------------------------------------------------------------------------------
 
 
 def check_memory(config: OnlineConfig, given: RunModels) -> None:
@@ -746,19 +668,17 @@ def check_memory(config: OnlineConfig, given: RunModels) -> None:
     for part in memory.parts:
         if part.least > part.size:
             raise InputError(
-                f"vLLM does not fit into its share of {room.name}: the share has {in_gib(part.size)}, and the "
-                f"engine's weights "
-                f"alone have {in_gib(part.least)}. Raise vllm_gpu_memory_utilization, set "
-                f"vllm_tensor_parallel_size to split the "
-                "engine, or start 'lockstep serve' on other devices and set vllm_mode: server"
+                f"vLLM does not fit into its share of {room.name}: the share has {in_gib(part.size)}, and "
+                f"the engine's weights alone have {in_gib(part.least)}. Raise vllm_gpu_memory_utilization, "
+                "set vllm_tensor_parallel_size to split the engine, or start 'lockstep serve' on other "
+                "devices and set vllm_mode: server"
             )
     needed, first = f"{in_gib(memory.exact())} ({memory})", "What to change, what saves most first:"
     if room.beyond is not None and memory.exact(mapped=False) > room.size + room.beyond:
         changes = changes_of(config, given, replace(memory, activations=None), room)
         raise InputError(
-            f"the run does not fit into the memory of {room.name}: before any activations it needs {needed}, "
-            f"and there are "
-            f"{in_gib(room.size)}. {first} {changes}"
+            f"the run does not fit into the memory of {room.name}: before any activations it needs "
+            f"{needed}, and there are {in_gib(room.size)}. {first} {changes}"
         )
     unknown = f"; not counted: {', '.join(memory.unknown)}" if memory.unknown else ""
     more = "" if memory.activations is None else f"; activations need about {in_gib(memory.activations)} more"
@@ -777,57 +697,41 @@ def changes_of(config: OnlineConfig, given: RunModels, memory: RunMemory, room: 
     def size(*names: str) -> int:
         return sum(sizes[name].size for name in names if name in sizes)
 
-    trainer = size(WEIGHTS, FROZEN, GRADIENTS, MOMENTS, REFERENCE)
-    optimizer, whole = optimizer_name(config), FROZEN not in sizes
-    wide = config.engine_torch_dtype == torch.float32
-    engine = sizes.get(ENGINE)
-    found = {
-        "train an adapter (peft_config, or use_peft)": size(GRADIENTS, MOMENTS, REFERENCE) if whole else 0,
-        "hold the base model in 4 bits (load_in_4bit)": 0
-        if whole or given.quantization_config is not None
-        else size(FROZEN) * 7 // 8,
-        "start the engine on another device ('lockstep serve', vllm_mode: server)": memory.without(
-            ENGINE, CACHE
-        ),
-        "cut the model over two or more devices (fsdp: true, with torchrun)": trainer // 2
-        if config.sharded_by is None and room.on_gpu
-        else 0,
-        "let the optimizer keep its moments in 8 bits (optim: adamw_8bit)": size(MOMENTS) * 3 // 4
-        if optimizer.startswith("adamw_torch") and config.sharded_by is None
-        else 0,
-        "leave the reference model out (beta: 0)": memory.without(REFERENCE)
-        if given.ref_model is None
-        else 0,
-    }
+    whole, alone, engine = FROZEN not in sizes, config.sharded_by is None, sizes.get(ENGINE)
+    elsewhere = "start the engine on another device ('lockstep serve', vllm_mode: server)"
+    found = {elsewhere: memory.without(ENGINE, CACHE)}
+    if whole:
+        found["train an adapter (peft_config, or use_peft)"] = size(GRADIENTS, MOMENTS, REFERENCE)
+    elif given.quantization_config is None:
+        found["hold the base model in 4 bits (load_in_4bit)"] = size(FROZEN) * 7 // 8
+    if alone and room.on_gpu:
+        trainer = size(WEIGHTS, FROZEN, GRADIENTS, MOMENTS, REFERENCE)
+        found["cut the model over two or more devices (fsdp: true, with torchrun)"] = trainer // 2
+    if alone and optimizer_name(config).startswith("adamw_torch"):
+        saved = size(MOMENTS) * 3 // 4
+        found["let the optimizer keep its moments in 8 bits (optim: adamw_8bit)"] = saved
+    if given.ref_model is None:
+        found["leave the reference model out (beta: 0)"] = memory.without(REFERENCE)
     if engine is not None and engine.least:
-        found["lower vllm_gpu_memory_utilization"] = min(
-            memory.without(ENGINE), (engine.size - engine.least) // 2
-        )
+        unused = (engine.size - engine.least) // 2
+        found["lower vllm_gpu_memory_utilization"] = min(memory.without(ENGINE), unused)
         if engine.when == "always":
-            found["let vLLM sleep while the trainer learns (vllm_enable_sleep_mode: true)"] = (
-                memory.exact() - replace_when(memory, ENGINE, SAMPLING).exact()
-            )
+            saved = memory.exact() - replace_when(memory, ENGINE, SAMPLING).exact()
+            found["let vLLM sleep while the trainer learns (vllm_enable_sleep_mode: true)"] = saved
     if not room.on_gpu:
         found["lower vllm_max_num_seqs"] = size(CACHE) // 2
-        found["let the engine compute in bfloat16 (engine_dtype: bfloat16)"] = (
-            size(ENGINE, CACHE) // 2 if wide else 0
-        )
+        if config.engine_torch_dtype == torch.float32:
+            found["let the engine compute in bfloat16 (engine_dtype: bfloat16)"] = size(ENGINE, CACHE) // 2
     if memory.activations:
         found |= _smaller_activations(config, memory.activations)
     ordered = sorted(((saved, change) for change, saved in found.items() if saved > 0), reverse=True)
-    return (
-        "; ".join(f"{change} saves about {in_gib(saved)}" for saved, change in ordered[:_CHANGES])
-        or "a smaller model"
-    )
+    said = [f"{change} saves about {in_gib(saved)}" for saved, change in ordered[:_CHANGES]]
+    return "; ".join(said) or "a smaller model"
 
 
 def _smaller_activations(config: OnlineConfig, size: int) -> dict[str, int]:
-    half = (
-        "halve token_budget"
-        if config.token_budget is not None
-        else f"set token_budget to {max(usual_token_budgets()) // 2}"
-    )
-    found = {half: size // 2}
+    usual = f"set token_budget to {max(usual_token_budgets()) // 2}"
+    found = {usual if config.token_budget is None else "halve token_budget": size // 2}
     if not config.gradient_checkpointing:
         found["compute layers again in the backward (gradient_checkpointing: true)"] = size * 3 // 4
     if not config.bf16:

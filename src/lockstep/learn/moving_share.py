@@ -34,12 +34,9 @@ _BOUNDED = ("adamw_torch", "adamw_bnb", "adamw_8bit", "lion", "paged_adamw", "pa
 
 
 def moving_share(parameters: Iterable[torch.Tensor], step: float) -> float:
-    """Share of elements that change when `step` is added to or taken from them, in their own dtype; 1 if there are
-    none.
+    """Share of elements that change if `step` is added or taken away in their own dtype; 1 if there are none.
 
-    Args:
-        parameters: the trained tensors. Of a large tensor a sample of elements is used, the same sample each time.
-        step: size of the change of each element in one optimizer step.
+    Of a large tensor a sample of elements is used, the same sample each time.
     """
     moved = total = 0.0
     generator = torch.Generator().manual_seed(0)
@@ -55,15 +52,10 @@ def moving_share(parameters: Iterable[torch.Tensor], step: float) -> float:
 
 
 def check_steps_move(policy: PreTrainedModel, args: OnlineConfig, alarms: Alarms) -> None:
-    """Refuse a run if rounding removes almost all of its weight changes.
-
-    Raise an alarm if rounding removes many of them.
+    """Refuse a run if rounding removes almost all of its weight changes; raise an alarm if it removes many of them.
 
     Only optimizers with bounded steps (AdamW, Lion) are checked. A learning rate of 0 is accepted, because the user
     chose it.
-
-    Raises:
-        InputError: less than 1 % of the trained weights can move.
     """
     optimizer = str(getattr(args.optim, "value", args.optim))
     if not args.learning_rate or not optimizer.startswith(_BOUNDED):
@@ -74,14 +66,13 @@ def check_steps_move(policy: PreTrainedModel, args: OnlineConfig, alarms: Alarms
         return
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained}))
     found = (
-        f"one step at learning_rate={args.learning_rate:g} can move {share:.2%} of the trained weights: they "
-        f"are held in {dtypes}, "
-        "and a change of less than half the distance to the next such number is rounded away"
+        f"one step at learning_rate={args.learning_rate:g} can move {share:.2%} of the trained weights: "
+        f"they are held in {dtypes}, and a change of less than half the distance to the next such number is "
+        "rounded away"
     )
     cure = (
         "leave dtype out of model_init_kwargs, so that weights are float32 (bf16=True still computes in "
-        "bfloat16), or raise "
-        "learning_rate"
+        "bfloat16), or raise learning_rate"
     )
     if share < REFUSED_BELOW:
         raise InputError(f"{found}. Nothing would be learned; {cure}")

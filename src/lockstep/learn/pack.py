@@ -1,43 +1,21 @@
 """From sequences to tensors: a tree of token ids, the packs into which it is cut, and the pictures in them.
 
-Makes tensors from token ids. Sequences with a common prefix share the positions of that prefix.
+All sequences of a pack form one tree of tokens: the pack has one row with one position per node, and sequences with a
+common prefix share its positions. A token attends to its ancestors, and its position id is its depth. Therefore each
+branch attends to the same tokens as if it went through the model alone. There are no pad tokens, and the last token of
+a completion has no position, because it predicts no token of the loss. Models that cannot attend within a tree get
+plain rows instead. One integer per node (`ends`) describes which tokens each token sees.
 
-The sequences come from rollout groups. All sequences of a pack form one tree of tokens. The pack has one row with one
-position per node. A token attends to its ancestors, and its position id is its depth. Therefore each branch attends to
-the same tokens as if it went through the model alone. A tree has no pad tokens. A prompt goes through the model once,
-for any number of completions. Examples that all prompts repeat go through it once, and so do equal completions.
-Branches of one rollout share the tokens up to the place where they part, even if one branch has them in its prompt and
-another one in its completion. The last token of a completion has no position, because it predicts no token of the
-loss. Models that cannot attend within a tree get plain rows instead.
-
-One integer per node (`ends`) describes which tokens each token sees. A pack does not depend on how attention is
-computed.
-
-A completion can contain inserted tokens that were not sampled (`rollouts/conversation.py`). Other tokens attend to
-them as to the tokens of a prompt, and they are not scored. Only this module handles inserted tokens: all scored
-tokens of a pack, and all columns, are of sampled tokens.
-
-Pictures in packs: which nodes of a tree are parts of pictures, and which part of which picture each one is.
+A completion can contain inserted tokens that were not sampled (`rollouts/conversation.py`). Other tokens attend to them
+as to the tokens of a prompt, and they are not scored: all scored tokens of a pack, and all columns, are of sampled
+tokens.
 
 All parts of all pictures have the same placeholder id. While paths are compared, each part therefore has a number of
 its own in place of the id: two nodes are one node only if they are the same part of the same picture, by its digest.
-The numbers exist inside this module and the tree only; packs contain ids again.
 
-A tree of token ids, as arrays, and the plan by which a micro-batch is cut into packs.
-
-Sequences with a common prefix share the nodes of that prefix. The paths are sorted once. The common prefixes of
-neighbours in that order determine all others. The cost per token is that of copying the token.
-
-The plan has few packs, few repeated prompts, and packs of about the same size. A simple method would fill one pack
-after the other: its first packs would be as large as the budget, and its last pack would be small. Two packs of about
-half the budget need less memory, because the largest pack determines the memory of a step. The time of planning grows
-with the number of paths, not with the number of their tokens.
-
-Computes the pictures of a pack with the model's vision tower, each picture once, and hands them to the model's own
-forward.
-
-The gradient passes through to the tower. `watch/plain_forward.py` computes the same in another way: it lets the model's
-forward do everything with the pictures of one row.
+The paths are sorted once. The common prefixes of neighbours in that order determine all others. The cut has few packs,
+few repeated prompts, and packs of about the same size, because the largest pack determines the memory of a step. The
+time of planning grows with the number of paths, not with the number of their tokens.
 """
 
 from __future__ import annotations
@@ -49,11 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
 from lockstep.config.run import usual_token_budgets
 from lockstep.devices import sent
-from lockstep.images.pictures import Picture, pixel_inputs
+from lockstep.images.pictures import Picture
 from lockstep.learn.sequence import TrainingSequence, column, rollouts_of
 from lockstep.tokens.arrays import KeptIds, joined_kept_ids
 
@@ -67,8 +44,7 @@ class TokenTree:
     Attributes:
         tokens: (T,) id of each node.
         depths: (T,) number of ancestors of each node.
-        ends: (T,) for each node, the index after its last descendant. Node i sees node j if and only if j <= i <
-            ends[j].
+        ends: (T,) the index after each node's last descendant. Node i sees node j if and only if j <= i < ends[j].
         nodes: the nodes of each path, from its first token to its last.
     """
 
@@ -86,7 +62,7 @@ class SortedPaths:
         paths: the ids of each path, in the order given.
         order: (N,) index of the k-th path in sorted order.
         ranks: (N,) position of each path in sorted order.
-        shared: (N,) number of ids in the common prefix of the k-th path and the path before it in sorted order.
+        shared: (N,) length of the common prefix of the k-th path in sorted order and the path before it.
     """
 
     paths: tuple[Ints, ...]
@@ -177,15 +153,14 @@ def cut_tree(
 ) -> list[range]:
     """Cut units into packs. The paths of each pack form one tree. Returns the units of each pack.
 
-    The cut keeps the order of the units. Among all cuts it is one with the fewest packs. If there are several, it is
-    one whose packs repeat the fewest prompt positions of the previous pack. If there are still several, it is the one
-    whose largest pack is smallest.
+    The cut keeps the order of the units. It has the fewest packs; among such cuts, its packs repeat the fewest prompt
+    positions of the previous pack; among these, its largest pack is smallest.
 
     Args:
         paths: the paths of all units, one unit after the other.
         units: number of paths of each unit. The paths of a unit stay in one pack.
         prompts: number of prompt ids in each unit's first path.
-        budget: largest number of nodes of a pack. Shared nodes count once. A unit that is larger gets a separate pack.
+        budget: largest number of nodes of a pack. A unit that is larger gets a separate pack.
         for_group: largest number of nodes of a pack whose units have the same prompt, if the prompt takes a tenth of
             the budget or more. 0: the budget.
     """
@@ -218,8 +193,8 @@ def cut_tree(
 def cut_rows(lengths: Sequence[Sequence[int]], budget: int) -> list[range]:
     """Cut units into packs with one row per path, padded to the longest row. Returns the units of each pack.
 
-    The cut keeps the order of the units. Among all cuts it is one with the fewest packs. If there are several, it is
-    one with the least padding. If there are still several, it is the one whose largest pack is smallest.
+    The cut keeps the order of the units. It has the fewest packs; among such cuts, the least padding; among these, its
+    largest pack is smallest.
 
     Args:
         lengths: lengths of the paths of each unit. The paths of a unit stay in one pack.
@@ -240,8 +215,8 @@ def _best(count: int, budget: int, packs: Callable[[int], _Packs]) -> list[range
     """The best cut of `count` units.
 
     Args:
-        packs: returns the packs that begin at a unit. It is called once per unit, from the last unit to the first.
-            The sizes never decrease.
+        packs: returns the packs that begin at a unit. It is called once per unit, from the last unit to the first. The
+            sizes never decrease.
     """
     # For the units from each index to the last: number of packs, waste, largest pack, end of the first pack.
     number, waste, largest, after = (np.zeros(count + 1, dtype=np.int64) for _ in range(4))
@@ -275,8 +250,8 @@ class PackPictures:
 
     Attributes:
         pictures: each picture once, however many sequences show it.
-        rows: (F,) int64, for each placeholder of the pack's `input_ids` in order, the row of its vector among the
-            vectors of all `pictures`.
+        rows: (F,) int64, for each placeholder of the pack's `input_ids` the row of its vector among those of all
+            `pictures`.
     """
 
     pictures: tuple[Picture, ...]
@@ -284,11 +259,7 @@ class PackPictures:
 
 
 class PictureNumbers:
-    """Numbers for all parts of the pictures of some sequences.
-
-    Args:
-        sequences: at least one has pictures. No placeholder was sampled in them.
-    """
+    """Numbers for all parts of the pictures of some sequences, of which at least one has pictures."""
 
     def __init__(self, sequences: Sequence[TrainingSequence]) -> None:
         shown = [s.pictures for s in sequences if s.pictures is not None]
@@ -310,11 +281,7 @@ class PictureNumbers:
         return path
 
     def split(self, numbered: Ints) -> tuple[Ints, PackPictures | None]:
-        """The ids of a pack's nodes, and its pictures; None: it has none.
-
-        Args:
-            numbered: the nodes as `path` numbers them, in any shape.
-        """
+        """The ids of a pack's nodes, which are numbered as in `path`, and its pictures; None: it has none."""
         parts = numbered[numbered >= _FIRST] - _FIRST
         if not len(parts):
             return numbered, None
@@ -354,17 +321,14 @@ class Pack:
     """The input of one forward, with N scored tokens. The tokens are in the order of the sequences.
 
     Attributes:
-        sequences: the packed sequences, in the order of their scored tokens.
         input_ids: (1, T) ids of a tree's nodes in depth-first order; or (B, L) ids of plain rows, padded at the end
             with zeros.
-        position_ids: depth of each node, in the same shape.
+        position_ids: depth of each node, in the same shape. With pictures there may be one more dimension in front: the
+            axes of the model's positions.
         predictors: (N,) index of the node whose hidden state predicts each scored token. The index runs over all rows.
         targets: (N,) ids of the scored tokens.
-        ends: (T,) for each node, the index after its last descendant. Node i sees node j if and only if j <= i <
-            ends[j]. The tensor stays on the CPU, where attention is planned. None: the pack has plain rows with
-            causal attention.
-        pictures: the pictures of its placeholders; None: it has none. With pictures, `position_ids` may have one more
-            dimension in front: the axes of the model's positions.
+        ends: (T,) as in `TokenTree`, on the CPU, where attention is planned. None: plain rows with causal attention.
+        pictures: the pictures of its placeholders; None: it has none.
         predictors_on_host: `predictors` as the pack was made, if they have been moved to another device.
     """
 
@@ -398,19 +362,11 @@ class Pack:
         return sent(ended[ends] - ended[:-1], self.input_ids.device)
 
     def column(self, name: str) -> torch.Tensor:
-        """(N,) float32 values of the field `name` of the sequences, one value per token.
-
-        Raises:
-            ValueError: the field of a sequence is None, or does not have one value per token.
-        """
+        """(N,) float32 values of the field `name` of the sequences, one value per token, as in `sequence.flat`."""
         return sent(column(self.sequences, name), self.targets.device)
 
     def kept_ids(self) -> KeptIds:
-        """One set of ids for each of the N tokens.
-
-        Raises:
-            ValueError: a sequence does not have one set per token.
-        """
+        """One set of ids for each of the N tokens."""
         for sequence in self.sequences:
             if sequence.kept_ids is None or len(sequence.kept_ids) != sequence.length:
                 raise ValueError(f"sequence {sequence.name} has no kept ids for each of its tokens")
@@ -428,14 +384,11 @@ class Pack:
 def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int | None) -> Iterator[Pack]:
     """Yield packs of at most `token_budget` nodes, in the order given. A unit that is larger gets a separate pack.
 
-    The number of packs is the smallest that this order allows. The cuts repeat as few prompt positions as possible,
-    and the packs have about the same size.
-
     Args:
         sequences: sequences with the same prompt must be adjacent; otherwise they share its positions only within a
             pack.
-        token_budget: largest number of positions per forward. The memory of a forward and its backward grows with it.
-            None: the usual numbers of this machine (`usual_token_budgets`).
+        token_budget: largest number of positions per forward. None: the usual numbers of this machine
+            (`usual_token_budgets`).
 
     Raises:
         ValueError: a sequence has no prompt or no completion, or its mask has another length than its completion.
@@ -469,16 +422,13 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int | No
 
 
 def pack_rows(sequences: Sequence[TrainingSequence], token_budget: int | None) -> Iterator[Pack]:
-    """Yield packs of plain rows, for models that cannot attend within a tree.
-
-    Rows are padded at the end. Short rows come first.
+    """Yield packs of plain rows, padded at the end, for models that cannot attend within a tree. Short rows come first.
 
     Args:
-        token_budget: largest number of positions of a pack, padding included. A unit that is larger gets a separate
-            pack. None: the usual number of this machine.
+        token_budget: largest number of positions of a pack, padding included; None: the usual number of this machine.
 
     Raises:
-        ValueError: a sequence has no prompt or no completion, or its mask has another length than its completion.
+        ValueError: as in `pack_sequences`.
     """
     units = sorted(units_of(sequences), key=lambda unit: max(len(s.path) for s in unit))
     budget = usual_token_budgets()[0] if token_budget is None else token_budget
@@ -538,20 +488,3 @@ def _ints(values: Any) -> Ints:
 
 def _tensor(parts: list[Ints]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts))
-
-
-def picture_arguments(model: PreTrainedModel, pack: Pack, pictures: PackPictures) -> dict[str, Any]:
-    """The arguments by which the model puts pictures in the place of a pack's placeholders."""
-    inputs = pixel_inputs(pictures.pictures, pack.input_ids.device)
-    found = model.base_model.get_image_features(**inputs, return_dict=True)
-    rows = pictures.rows.to(pack.input_ids.device)
-    # The model fills its placeholders in the order of the ids with these vectors.
-    if pictures.pictures[0].in_tiles:
-        parts: torch.Tensor = found.pooler_output
-        found.pooler_output = parts.flatten(0, 1)[rows].unflatten(0, (-1, parts.shape[1]))
-    else:
-        found.pooler_output = (torch.cat(tuple(found.pooler_output))[rows],)
-    # Qwen3-VL adds further vectors of each part to the states of its first layers.
-    if layers := getattr(found, "deepstack_features", None):
-        found.deepstack_features = [(torch.cat(tuple(parts))[rows],) for parts in layers]
-    return {"mm_encoder_outputs": {"image": found}}

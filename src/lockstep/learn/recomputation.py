@@ -1,11 +1,10 @@
-"""Selective recomputation: in long packs, layers keep only their products and attention, and the backward recomputes
-the rest.
+"""Selective recomputation: in long packs, layers keep only products and attention; the backward recomputes the rest.
 
 The norms, rotary embeddings, activations and casts of a layer save several copies of its hidden states. In a long pack
 these copies are most of a step's memory, and the backward can recompute them from the matrix products in little time.
 The first layers of a forward keep everything, as long as this takes no more memory than the model's weights; so a
 short pack recomputes nothing. The gradients are bitwise equal. The module is active on a CPU only: its cost on a GPU
-is not measured, and Liger's kernels save less on a GPU anyway.
+is not measured.
 """
 
 from __future__ import annotations
@@ -50,16 +49,12 @@ _NAMES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 @contextmanager
 def products_kept(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which one forward keeps only products and attention for the backward, in the layers that have no
-    room for more.
+    """A context in which layers that have no room for more keep only products and attention of one forward.
 
-    The backward runs once. It may run after the context has ended. The context changes nothing if the model is not on
-    a CPU or is in evaluation mode, if transformers cannot checkpoint its layers, if the user has switched gradient
-    checkpointing on, or if gradients are off. At the end the model is as before. PyTorch before 2.12 does not show
-    the results that it would keep; with it nothing is recomputed.
-
-    Args:
-        model: a causal language model, without the wrapper of an adapter.
+    The backward runs once, perhaps after the context has ended. The context changes nothing if the model is not on a
+    CPU or is in evaluation mode, if transformers cannot checkpoint its layers, if the user has switched gradient
+    checkpointing on, or if gradients are off. PyTorch before 2.12 does not show the results that it would keep; with it
+    nothing is recomputed.
     """
     wanted = (
         torch.is_grad_enabled()
@@ -98,10 +93,7 @@ _CHANGING: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def layers_computed_twice() -> int:
-    """The number of layers that were found to change a product in place.
-
-    The forward that found one has computed it twice.
-    """
+    """The number of layers that change a product in place. The forward that found one has computed it twice."""
     return len(_CHANGING)
 
 
@@ -128,11 +120,7 @@ def _run(
 
 
 class _Room:
-    """The memory in which layers of one forward may keep everything.
-
-    Args:
-        size: in bytes.
-    """
+    """The memory, in bytes, in which layers of one forward may keep everything."""
 
     def __init__(self, size: float) -> None:
         self._left = size
@@ -144,8 +132,7 @@ class _Room:
         return fits
 
 
-# What a layer of each kind keeps per position if nothing is recomputed, in bytes. It is measured when a layer first
-# runs.
+# Bytes per position that a layer of each kind keeps if nothing is recomputed, measured when a layer first runs.
 KEPT_BYTES: dict[tuple[object, ...], float] = {}
 
 
@@ -156,10 +143,7 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor) -> tuple[object, ...]:
 
 @contextmanager
 def _bytes_kept(layer: torch.nn.Module, positions: int) -> Iterator[Callable[[], float]]:
-    """A context for a layer's forward.
-
-    It gives a function that returns, afterwards, the bytes that are kept per position.
-    """
+    """A context for a layer's forward. It gives a function that returns, afterwards, the bytes kept per position."""
     # The weights and their casts are kept in any case.
     weights = {shape for p in layer.parameters() for shape in (p.shape, p.shape[::-1])}
     found: dict[int, int] = {}

@@ -1,10 +1,6 @@
 """The policy's log-probs of sampled tokens, and the forwards that all ranks of a sharded model make together.
 
-Computes the policy's log-probs of sampled tokens. A whole (tokens × vocabulary) matrix is never in memory.
-
-The packs come from `learn/pack.py`. The loss and `watch/gap.py` use the scores.
-
-Forwards of a sharded model: all ranks make them together (`shards/passes.py`).
+A whole (tokens × vocabulary) matrix is never in memory.
 """
 
 from __future__ import annotations
@@ -21,12 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lockstep.devices import sent
 from lockstep.errors import InputError, LockstepError, foreign_errors
+from lockstep.images.pictures import pixel_inputs
 from lockstep.learn.attention.blocks import TreeAttention
 from lockstep.learn.attention.flex import FLEX, block_mask
 from lockstep.learn.attention.tree import TREE, no_mask, passes_trees_on
 from lockstep.learn.experts import Routing, routing_of
 from lockstep.learn.filters import IdRules, RowRules, moves_of_kept
-from lockstep.learn.pack import Pack, pack_rows, pack_sequences, picture_arguments
+from lockstep.learn.pack import Pack, PackPictures, pack_rows, pack_sequences
 from lockstep.learn.recomputation import layers_computed_twice, products_kept
 from lockstep.learn.sequence import TrainingSequence, flat
 from lockstep.learn.token_logps import DrawSums, Head, KeptSets, kept_logits, kept_logps, token_logps
@@ -47,7 +44,7 @@ class TokenScores:
         values: (N,) float32 the critic's value before each token, with gradient, if there is a critic.
         support: (N,) int64 number of ids that could be sampled as each token; None: the sampling distribution has no
             filter, no grammar and no ban.
-        draws: sums over the distribution of each token that the draws proof bets on; None: they were not asked for.
+        draws: sums over each token's distribution, on which the draws proof bets; None: they were not asked for.
         routing: how the routers distribute the pack's positions over experts; None: it was not asked for.
     """
 
@@ -60,12 +57,7 @@ class TokenScores:
 
 
 def check_scorable(model: PreTrainedModel) -> None:
-    """Refuse models for which this module would compute wrong log-probs.
-
-    Raises:
-        InputError: the model caps its attention scores and has an attention that does not, or its attention cannot
-            use a tree.
-    """
+    """Refuse models for which this module would compute wrong log-probs."""
     config = model.config.get_text_config()
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is not None and (
@@ -73,8 +65,7 @@ def check_scorable(model: PreTrainedModel) -> None:
     ):
         raise InputError(
             f"the model's config has attn_logit_softcapping={cap}, and its attention "
-            f"{config._attn_implementation!r} does not cap "
-            "scores here; leave attn_implementation out"
+            f"{config._attn_implementation!r} does not cap scores here; leave attn_implementation out"
         )
     attends_in_trees = not keeps_state(model.config) and model._supports_attention_backend
     if attends_in_trees and config._attn_implementation not in ("sdpa", TREE, FLEX):
@@ -122,19 +113,19 @@ def score_pack(
 
     Args:
         model: a causal language model, with or without an adapter. Its head computes only the positions that predict.
-        temperature: divides the logits. It is the temperature of sampling.
+        temperature: of sampling. It divides the logits.
         chunk_size: rows of logits in memory at a time. Memory grows with it; results do not depend on it.
         entropy_gradient: whether entropies are part of the loss.
         fp32_head: whether the head computes in float32, outside autocast.
         critic: maps hidden states (rows, width) to values (rows, 1).
-        rules: the run's sampling settings; None: only the temperature is set. If they have a filter that depends on
-            the logits, the sequences must have kept ids.
-        draws: whether to compute what the draws proof needs, for the tokens of the drawn sequences.
+        rules: the run's sampling settings; None: only the temperature is set. If they have a filter that depends on the
+            logits, the sequences must have kept ids.
+        draws: whether to compute what the draws proof needs, for the tokens of the picked sequences.
         routing: whether to sum up how the routers distribute the positions.
 
     Raises:
-        InputError: a layer adds a bias, a mask or dropout to its attention, or a rule cannot be used with inserted
-            ids; or, with `routing`, no router of the model gets a gradient.
+        InputError: a layer adds a bias, a mask or dropout to its attention, or a rule cannot be used with inserted ids;
+            or, with `routing`, no router of the model gets a gradient.
         ProofError: a sampled token is not among its kept ids, or its grammar does not allow it.
     """
     inner = causal_model(model)
@@ -161,7 +152,7 @@ def score_pack(
 
 @torch.no_grad()
 def route_pack(model: PreTrainedModel, pack: Pack) -> Routing:
-    """How the routers distribute a pack's positions over experts, without gradient. The output head is not computed."""
+    """How the routers distribute a pack's positions over experts, without gradient and without the output head."""
     inner = causal_model(model)
     return routing_of(inner, _trunk(inner, pack, routing=True).router_logits, pack)
 
@@ -181,12 +172,26 @@ def _trunk(inner: PreTrainedModel, pack: Pack, *, routing: bool) -> Any:
             return outputs
 
 
+def picture_arguments(model: PreTrainedModel, pack: Pack, pictures: PackPictures) -> dict[str, Any]:
+    """The arguments by which the model puts pictures in the place of a pack's placeholders."""
+    inputs = pixel_inputs(pictures.pictures, pack.input_ids.device)
+    found = model.base_model.get_image_features(**inputs, return_dict=True)
+    rows = pictures.rows.to(pack.input_ids.device)
+    # The model fills its placeholders in the order of the ids with these vectors.
+    if pictures.pictures[0].in_tiles:
+        parts: torch.Tensor = found.pooler_output
+        found.pooler_output = parts.flatten(0, 1)[rows].unflatten(0, (-1, parts.shape[1]))
+    else:
+        found.pooler_output = (torch.cat(tuple(found.pooler_output))[rows],)
+    # Qwen3-VL adds further vectors of each part to the states of its first layers.
+    if layers := getattr(found, "deepstack_features", None):
+        found.deepstack_features = [(torch.cat(tuple(parts))[rows],) for parts in layers]
+    return {"mm_encoder_outputs": {"image": found}}
+
+
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """An output head, the config of its text model, and how it is used.
-
-    The other fields are arguments of `score_pack`.
-    """
+    """An output head and how it is used; the other fields are arguments of `score_pack`."""
 
     module: torch.nn.Module
     config: PreTrainedConfig
@@ -209,7 +214,7 @@ class _Head:
     def of_rows(self, hidden: torch.Tensor, pack: Pack, rules: IdRules | None) -> TokenScores:
         """Scores from whole rows of logits. Tokens of equal branches share a row, which the head computes once."""
         rows, place, of_rows = _rows(pack, rules)
-        draws = self._sums(pack)
+        draws, there, support = self._sums(pack), sent(place, hidden.device), None
         logps, entropies = token_logps(
             self.logits,
             hidden[rows],
@@ -221,25 +226,15 @@ class _Head:
             rules=of_rows,
             draws=draws,
         )
-        bans = of_rows is not None and of_rows.rules.bans_ids
-        support = (
-            sent(of_rows.support, hidden.device)[sent(place, hidden.device)]
-            if of_rows is not None and bans
-            else None
-        )
-        return TokenScores(logps, entropies[sent(place, hidden.device)], support=support, draws=draws)
+        if of_rows is not None and of_rows.rules.bans_ids:
+            support = sent(of_rows.support, hidden.device)[there]
+        return TokenScores(logps, entropies[there], support=support, draws=draws)
 
     def among_kept(self, hidden: torch.Tensor, pack: Pack, rules: IdRules) -> TokenScores:
         """Scores among the kept ids. Each token has a set of its own, even if tokens share a predictor."""
         kept = KeptSets.of(pack.kept_ids(), flat(pack.sequences, "sampled_ids"), hidden.device)
-        logits = kept_logits(
-            self.module,
-            self.product,
-            hidden[pack.predictors],
-            kept,
-            chunk_size=self.chunk_size,
-            fp32_head=self.fp32,
-        )
+        own, size = hidden[pack.predictors], self.chunk_size
+        logits = kept_logits(self.module, self.product, own, kept, chunk_size=size, fp32_head=self.fp32)
         logits = transformed_logits(self.config, logits)
         if rules.moves_logits:
             logits = moves_of_kept(rules, pack.sequences, hidden.device).applied(logits, rules.sampling)
@@ -252,7 +247,7 @@ class _Head:
     def _sums(self, pack: Pack) -> DrawSums | None:
         if not self.draws:
             return None
-        wanted = np.repeat([s.drawn for s in pack.sequences], [s.length for s in pack.sequences])
+        wanted = np.repeat([s.picked for s in pack.sequences], [s.length for s in pack.sequences])
         return DrawSums(torch.from_numpy(wanted), pack.targets.device)
 
 
@@ -276,17 +271,11 @@ def _rows(pack: Pack, rules: IdRules | None) -> tuple[torch.Tensor, torch.Tensor
 def _places(pack: Pack) -> tuple[Ids, Ids]:
     """The (N,) sequence of each token, and the (N,) number of sampled ids before it in its sequence."""
     lengths = [s.length for s in pack.sequences]
-    return np.repeat(np.arange(len(lengths)), lengths), np.concatenate(
-        [np.arange(length) for length in lengths]
-    )
+    return np.repeat(np.arange(len(lengths)), lengths), np.concatenate([*map(np.arange, lengths)])
 
 
 def _who_sees_whom(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:
-    """The arguments by which the model's layers know the structure of a pack.
-
-    Raises:
-        LockstepError: the model's attention cannot use a tree, because it was not replaced.
-    """
+    """The arguments by which the model's layers know the structure of a pack."""
     if pack.ends is None:
         # Padding comes after the scored tokens, so causal attention hides it. Each row counts its own positions.
         positions = {} if pack.pictures is None else {"position_ids": pack.position_ids}
@@ -332,12 +321,7 @@ def plays_learning(
     *,
     plain_rows: bool,
 ) -> Callable[[], None]:
-    """A function that plays the forward and backward of a pack: one token, whose loss is 0.
-
-    Args:
-        autocast: that of the run's own forwards.
-        plain_rows: whether the model cannot attend within a tree.
-    """
+    """A function that plays the forward and backward of a pack: one token, whose loss is 0."""
     one = TrainingSequence("", whole_numbers([0]), whole_numbers([0]), reals([0.0]))
     (pack,) = (pack_rows if plain_rows else pack_sequences)([one], 1 << 10)
 

@@ -1,5 +1,4 @@
-"""The training data of one completion, which is a rollout or a branch of one: its ids, and the values of each sampled
-token.
+"""The training data of one completion: its ids, and the values of each sampled token.
 
 A rollout that is a tree has one `TrainingSequence` per branch, because each branch is scored in its own context.
 Advantages and weights belong to the rollout. So its branches are joined for the methods, and what the methods have
@@ -73,9 +72,9 @@ class TrainingSequence(ArrayFields):
         kept_ids: one set of ids for each sampled token, if a filter (top-k, top-p, min-p) was in force. The trainer
             scores the token among them.
         pictures: the pictures of the prompt and of what was inserted before the last sampled id; None: there are none.
-        drawn: whether its rollout is one of those that are verified whatever their rewards are. The draws proof bets
+        picked: whether its rollout is one of those that are verified whatever their rewards are. The draws proof bets
             on its tokens.
-        aside: whether it needs no forward: it has no gradient, and is not drawn.
+        aside: whether it needs no forward: it has no gradient, and is not picked.
 
     Raises:
         BadValues: a field has values of another kind than integers, numbers or booleans, as its type requires.
@@ -99,7 +98,7 @@ class TrainingSequence(ArrayFields):
     rollout: str | None = None
     kept_ids: KeptIds | None = None
     pictures: PromptPictures | None = None
-    drawn: bool = True
+    picked: bool = True
     aside: bool = False
 
     def __post_init__(self) -> None:
@@ -109,10 +108,7 @@ class TrainingSequence(ArrayFields):
                 self._set(name, kind(values))
 
     def but(self, **changes: Any) -> TrainingSequence:
-        """A copy with other values in some fields.
-
-        Like `dataclasses.replace`, but only the changed fields are checked again.
-        """
+        """A copy with other values in some fields. Unlike `dataclasses.replace`, it checks these fields alone."""
         copied, values = object.__new__(TrainingSequence), self.__dict__
         if unknown := changes.keys() - values.keys():
             raise AttributeError(f"a training sequence has no {', '.join(sorted(unknown))}")
@@ -168,14 +164,7 @@ def flat(sequences: Sequence[TrainingSequence], name: str) -> np.ndarray:
 def column(
     sequences: Sequence[TrainingSequence], name: str, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """(N,) `flat` as a tensor.
-
-    Args:
-        dtype: use float64 if the caller subtracts values that are close to each other.
-
-    Raises:
-        ValueError: as in `flat`.
-    """
+    """(N,) `flat` as a tensor. Use float64 if the caller subtracts values that are close to each other."""
     return torch.from_numpy(flat(sequences, name)).to(dtype)
 
 
@@ -185,23 +174,18 @@ _ADDED = ("advantages", "returns", "kept")
 
 
 def joined_branches(name: str, branches: Sequence[TrainingSequence]) -> TrainingSequence:
-    """All sampled tokens of a rollout as one sequence, one branch after the other.
+    """All sampled tokens of a rollout as one sequence, one branch after the other; without any branch, without tokens.
 
     The result has no inserted ids and is in no context: it must not be scored.
-
-    Args:
-        name: name of the rollout.
-        branches: its branches with sampled tokens: several, or none. Without any, the result has no tokens.
     """
-    columns: dict[str, Any] = {
-        field: joined([getattr(b, field) for b in branches])
-        for field in _SCORED
-        if branches and getattr(branches[0], field) is not None
-    }
+    nothing = whole_numbers([])
     if not branches:
-        columns = {field: reals([]) for field in _SCORED if field != "fresh"}
-    ids = joined([b.sampled_ids for b in branches]) if branches else whole_numbers([])
-    return TrainingSequence(name, prompt_ids=whole_numbers([]), completion_ids=ids, **columns)
+        columns: dict[str, Any] = {field: reals([]) for field in _SCORED if field != "fresh"}
+        return TrainingSequence(name, prompt_ids=nothing, completion_ids=nothing, **columns)
+    known = [field for field in _SCORED if getattr(branches[0], field) is not None]
+    columns = {field: joined([getattr(b, field) for b in branches]) for field in known}
+    ids = joined([b.sampled_ids for b in branches])
+    return TrainingSequence(name, prompt_ids=nothing, completion_ids=ids, **columns)
 
 
 def split_branches(whole: TrainingSequence, branches: Sequence[TrainingSequence]) -> list[TrainingSequence]:

@@ -1,21 +1,15 @@
-"""Log-probs of sampled tokens from hidden states: of the whole distribution, among kept ids, and sums for the draws
-proof.
+"""Log-probs and entropies of sampled tokens from hidden states: of the whole distribution, or among kept ids.
 
-Computes log-probs of sampled tokens and entropies from hidden states, one chunk of rows at a time.
+Whole rows of logits exist for one chunk of rows at a time. Softmax, selection of the tokens and entropy are one
+operation with a custom backward, which needs only the chunk's probabilities. The backward of the last chunk runs first,
+so the last chunk keeps its probabilities. The other chunks compute them again.
 
-The (rows × vocabulary) matrix exists for one chunk only. Softmax, selection of the tokens and entropy are one
-operation with a custom backward. That backward needs only the chunk's probabilities. The backward of the last chunk
-runs first, so the last chunk keeps its probabilities. The other chunks compute them again.
+Kept ids are those that top-k, top-p or min-p left for each token (`KeptIds`). The forward and the backward compute only
+the rows of the output head that a few neighbouring tokens need. The logits of the kept ids are one flat array, set
+after set.
 
-Computes log-probs and entropies among kept ids: the ids that top-k, top-p or min-p left for each token.
-
-It serves completions for which the engine reported `KeptIds`. The forward computes only the rows of the output head
-that a few neighbouring tokens need, and so does the backward. The logits of the kept ids are one flat array, set after
-set. A (tokens × vocabulary) matrix is never in memory.
-
-Sums over each token's sampling distribution, with which the draws proof judges the token (`watch/draws.py`).
-
-The probabilities come one chunk of rows at a time, while they are in memory. The sums are never part of a gradient.
+Sums over each token's distribution, with which the draws proof judges the token, are taken while its probabilities are
+in memory. They are never part of a gradient.
 """
 
 from __future__ import annotations
@@ -37,9 +31,8 @@ from lockstep.models.arithmetic import autocast_dtype
 from lockstep.tokens.arrays import Ids, KeptIds
 
 # Number of tokens whose rows stay in a core's cache, and number whose rows a GPU copies at a time.
-_DRAWN_TOKENS, _DRAWN_TOKENS_ON_GPU = 8, 64
-# From this vocabulary on, a CPU takes one token at a time: three inner products, without a copy of its row, in a
-# third of the time.
+_TOKENS_AT_ONCE, _TOKENS_AT_ONCE_ON_GPU = 8, 64
+# From this vocabulary on, a CPU takes one token at a time: inner products without a copy, in a third of the time.
 LONG_ROW = 4096
 
 
@@ -48,7 +41,6 @@ class DrawSums:
 
     Args:
         wanted: (N,) bool on the host, the tokens whose sums are needed. Those of the others may stay NaN.
-        device: the device of the probabilities.
 
     Attributes:
         variances: (N,) variance of log p under the token's own distribution p, in nats².
@@ -96,7 +88,7 @@ class DrawSums:
         if is_cpu and probabilities.shape[-1] >= LONG_ROW:
             self._one_by_one(places, rows, own, probabilities, scaled, means)
             return
-        step = _DRAWN_TOKENS if is_cpu else _DRAWN_TOKENS_ON_GPU
+        step = _TOKENS_AT_ONCE if is_cpu else _TOKENS_AT_ONCE_ON_GPU
         for first in range(0, len(rows), step):
             part = slice(first, first + step)
             here, where = rows[part], places[part]
@@ -190,8 +182,8 @@ def token_logps(
         draws: sums over the distributions of the N tokens, which are filled in; None: they are not computed.
 
     Returns:
-        (N,) float32 natural-log probabilities, and (R,) float32 entropies in nats (float64 from float64 logits). The
-        log-prob of a banned token is −inf.
+        (N,) float32 natural-log probabilities, −inf for a banned token, and (R,) float32 entropies in nats (float64
+        from float64 logits).
     """
     found, entropies, places = [], [], []
     there = sent(rows, hidden.device)
@@ -240,8 +232,7 @@ def _score_chunk(
 def own_cast(device: str) -> AbstractContextManager:
     """Under autocast: make a separate half-precision copy of the head's weights for each product with a backward.
 
-    Otherwise autocast would use one copy for all chunks. The gradients of the chunks would then be summed in half
-    precision instead of the dtype of the weights.
+    With one copy for all chunks, their gradients would be summed in half precision instead of the dtype of the weights.
     """
     if not torch.is_autocast_enabled(device) or not torch.is_grad_enabled():
         return nullcontext()
@@ -315,10 +306,7 @@ class _ChosenLogps(torch.autograd.Function):
 
 
 def _row_products(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """(R,) inner products of the rows of two (R, V) matrices.
-
-    PyTorch's own method fills a third matrix in six times the time.
-    """
+    """(R,) inner products of the rows of two (R, V) matrices. PyTorch's own method takes six times as long."""
     if one.device.type != "cpu":
         return torch.linalg.vecdot(one, other)
     found, scratch = one.new_empty(len(one)), torch.empty_like(one[:_ROWS])
@@ -356,14 +344,7 @@ class KeptSets:
 
     @classmethod
     def of(cls, kept: KeptIds, token_ids: Ids, device: torch.device) -> KeptSets:
-        """Sets on a device, from an engine's answers.
-
-        Args:
-            token_ids: (N,) the sampled ids.
-
-        Raises:
-            ProofError: a sampled id is not in its set.
-        """
+        """Sets on a device, from an engine's answers; a ProofError if one of the (N,) sampled ids is not in its set."""
         width = int(max(kept.ids.max(initial=0), token_ids.max(initial=0))) + 1
         # Tokens and the ids of a set are both ascending, and so are these keys.
         keys, wanted = kept.tokens * width + kept.ids, np.arange(len(token_ids)) * width + token_ids
@@ -465,7 +446,7 @@ def _of_whole_logits(
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _NeededRows:
     """A few tokens, and the rows of the head that they need.
 
     Attributes:
@@ -493,18 +474,18 @@ class _Part:
             total[self.needed] += part.to(total.dtype)
 
 
-def _parts(kept: KeptSets, vocabulary: int) -> Iterator[_Part]:
+def _needed_rows(kept: KeptSets, vocabulary: int) -> Iterator[_NeededRows]:
     device = kept.ids.device
     for tokens, ids in kept.chunks(_TOKENS if device.type == "cpu" else _TOKENS_ON_GPU):
         rows = kept.tokens[ids] - tokens.start
         needed, columns = np.unique(kept.host.ids[ids], return_inverse=True)
         if len(needed) > _MOST * vocabulary:
-            yield _Part(tokens, ids, None, rows, kept.ids[ids])
+            yield _NeededRows(tokens, ids, None, rows, kept.ids[ids])
         else:
             here, columns_here = (
                 sent(torch.from_numpy(found.astype(np.int64)), device) for found in (needed, columns)
             )
-            yield _Part(tokens, ids, here, rows, columns_here)
+            yield _NeededRows(tokens, ids, here, rows, columns_here)
 
 
 class _KeptProduct(torch.autograd.Function):
@@ -523,7 +504,7 @@ class _KeptProduct(torch.autograd.Function):
         ctx.kept, ctx.dtype = kept, dtype
         found = hidden.new_empty(len(kept.ids), dtype=torch.promote_types(dtype, torch.float32))
         with torch.autocast(hidden.device.type, enabled=False):
-            for part in _parts(kept, len(weight)):
+            for part in _needed_rows(kept, len(weight)):
                 own_bias = None if bias is None else part.weight(bias, dtype)
                 logits = torch.nn.functional.linear(
                     hidden[part.tokens].to(dtype), part.weight(weight, dtype), own_bias
@@ -539,7 +520,7 @@ class _KeptProduct(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
         of_weight = torch.zeros_like(weight) if wanted[1] else None
         of_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
-        for part in _parts(ctx.kept, len(weight)):
+        for part in _needed_rows(ctx.kept, len(weight)):
             states = hidden[part.tokens].to(ctx.dtype)
             needed = len(weight) if part.needed is None else len(part.needed)
             spread = states.new_zeros(len(states), needed)
@@ -556,7 +537,7 @@ class _KeptProduct(torch.autograd.Function):
 class _KeptLogps(torch.autograd.Function):
     """Log-softmax within each set, the sampled entry of each set, and the entropy of each set.
 
-    The backward is that of `learn/token_logps.py`, with sets in place of rows.
+    The backward is that of `_ChosenLogps`, with sets in place of rows.
     """
 
     @staticmethod

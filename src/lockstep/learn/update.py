@@ -1,14 +1,12 @@
 """Forward, proof and backward of one micro-batch, and the sums of an optimizer step.
 
-The input is a prepared generation. The results are gradients on the policy, and sums that the trainer checks and logs.
-Of the sequences without a gradient (advantage or weight zero), those that are drawn are scored without gradient, only
+Of the sequences without a gradient (advantage or weight zero), those that are picked are scored without gradient, only
 to be verified; the others are left aside. If a pass before the first step has scored them, they are not scored again,
 and those scores are counted and logged.
 
-A mixture of experts has an auxiliary loss over a whole optimizer step: one `RouterLoss` per step. Each pack's share
-is added to the loss. The loss multiplies how often an expert is chosen with how probable it is, both over all rows of
-the step. How often each expert is chosen must be known before the first backward. If the step is more than one pack,
-a forward without gradient counts it.
+A mixture of experts has an auxiliary loss: one `RouterLoss` per step, of which each pack adds its share. It multiplies
+how often an expert is chosen with how probable it is, both over all rows of the step. How often each expert is chosen
+must be known before the first backward: if the step is more than one pack, a forward without gradient counts it.
 """
 
 from __future__ import annotations
@@ -46,12 +44,10 @@ Reals64 = NDArray[np.float64]
 
 
 @dataclass(slots=True)
-class UpdateSums:
+class StepSums:
     """Sums over the tokens of an optimizer step. The sums of its parts and of its ranks can be added.
 
     Attributes:
-        evidence: what the proofs keep.
-        loss: the step's loss so far.
         aside: number of tokens that were left aside.
         tally: values to log. `_drift` is |log-prob now − at sampling time| of the policy, over the tokens that went
             through the model in this step. It is 0 if the policy has not changed since.
@@ -66,15 +62,11 @@ class UpdateSums:
 
     def data(self) -> dict[str, Any]:
         """The whole content but `logps`, as JSON types."""
-        return {
-            "evidence": self.evidence.data(),
-            "loss": self.loss,
-            "aside": self.aside,
-            "tally": self.tally.data(),
-        }
+        own = {"loss": self.loss, "aside": self.aside}
+        return {"evidence": self.evidence.data(), "tally": self.tally.data(), **own}
 
     @classmethod
-    def of(cls, parts: Sequence[dict[str, Any]], evidence: Evidence) -> UpdateSums:
+    def of(cls, parts: Sequence[dict[str, Any]], evidence: Evidence) -> StepSums:
         """The sum of the `data` of several ranks. `evidence` is empty."""
         total = cls(evidence)
         for data in parts:
@@ -95,17 +87,12 @@ _RATIO, _SQUARES = "sampling/importance_sampling_ratio/mean", "_squared_ratios"
 
 
 @torch.no_grad()
-def measure(
-    packs: Sequence[tuple[TokenBatch, TokenScores]], sums: UpdateSums, stands_for: float = 1.0
-) -> None:
+def measure(packs: Sequence[tuple[TokenBatch, TokenScores]], sums: StepSums, stands_for: float = 1) -> None:
     """Log the figures that every method has, for every token that went through the model, learned from or not.
 
     Args:
         packs: those of a micro-batch, with their scores.
         stands_for: how many tokens each of these stands for in means: more than one, if others like it were left aside.
-
-    Raises:
-        ProofError: a log-prob is not finite.
     """
     if not packs:
         return
@@ -124,7 +111,7 @@ def measure(
             sums.tally.mean("sampling/forced_share", (batch.support == 1).float(), weight=stands_for)
 
 
-def measure_scored(sequences: Sequence[TrainingSequence], sums: UpdateSums) -> None:
+def measure_scored(sequences: Sequence[TrainingSequence], sums: StepSums) -> None:
     """Log the same figures for sequences that were scored before the first step and are not scored again."""
     if sequences:
         names = "behaviour_logps", "old_logps", "entropies"
@@ -134,7 +121,7 @@ def measure_scored(sequences: Sequence[TrainingSequence], sums: UpdateSums) -> N
 
 
 def _note(
-    behaviour: Reals64, old_logps: Reals64, entropies: Reals64, sums: UpdateSums, stands_for: float = 1.0
+    behaviour: Reals64, old_logps: Reals64, entropies: Reals64, sums: StepSums, stands_for: float = 1.0
 ) -> None:
     tally, count = sums.tally, len(behaviour)
     ratios = np.exp(old_logps - behaviour)
@@ -148,10 +135,8 @@ def _note(
 def as_float64(*columns: Reals64 | NDArray[np.float32] | torch.Tensor) -> list[Reals64]:
     """(N,) values of several columns in float64, on the host. Tensors on another device are copied together."""
     tensors = iter(on_host([column for column in columns if isinstance(column, torch.Tensor)]))
-    return [
-        next(tensors).double().numpy() if isinstance(column, torch.Tensor) else column.astype(np.float64)
-        for column in columns
-    ]
+    hosts = [next(tensors).double().numpy() if isinstance(c, torch.Tensor) else c for c in columns]
+    return [column.astype(np.float64, copy=False) for column in hosts]
 
 
 class RouterLoss:
@@ -230,9 +215,8 @@ class Policy:
 
         Args:
             evidence: keeps rows of logits of the pack.
-            before_steps: as in `Evidence.rows`. Then the sums for bets are computed too, where the pack has a drawn
+            before_steps: as in `Evidence.rows`. Then the sums for bets are computed too, where the pack has a picked
                 sequence.
-            routing: whether to sum up how routers distribute the positions over experts.
         """
         with self.autocast(), hidden_states(self.model) as seen:
             compute = partial(
@@ -245,7 +229,7 @@ class Policy:
                 fp32_head=config.cast_lm_head_to_fp32,
                 critic=self.critic,
                 rules=self.rules,
-                draws=before_steps and any(s.drawn for s in pack.sequences),
+                draws=before_steps and any(s.picked for s in pack.sequences),
                 routing=routing,
             )
             shards = sharded(self.model)
@@ -255,15 +239,12 @@ class Policy:
         return scores
 
     def route(self, pack: Pack) -> Routing:
-        """How the routers distribute a pack's positions over experts, with the run's precision and without gradient."""
+        """How the routers distribute a pack's positions over experts, without gradient."""
         with self.autocast():
             return route_pack(self.model, pack)
 
     def learning(self) -> AbstractContextManager[None]:
-        """A context for the forward of one pack and its backward.
-
-        Where the model is sharded, all ranks do this together.
-        """
+        """A context for the forward of one pack and its backward. All ranks of a sharded model do this together."""
         shards = sharded(self.model)
         return nullcontext() if shards is None else shards.learning()
 
@@ -271,11 +252,10 @@ class Policy:
     def casts_kept(self) -> Iterator[None]:
         """A context in which autocast casts each weight once for all packs.
 
-        Outside of forwards it computes without autocast.
-
-        The weights must not change meanwhile, and the first forward must have a gradient if any has one. With gradient
-        checkpointing it changes nothing, because the casts would stay in memory until the end of the micro-batch.
-        With a sharded model it changes nothing either, because a gathered weight is new in every forward.
+        Outside of forwards it computes without autocast. The weights must not change meanwhile, and the first forward
+        must have a gradient if any has one. With gradient checkpointing it changes nothing, because the casts would
+        stay in memory until the end of the micro-batch. With a sharded model it changes nothing either, because a
+        gathered weight is new in every forward.
         """
         if self.model.is_gradient_checkpointing or sharded(self.model) is not None:
             yield
@@ -303,26 +283,23 @@ def learn(
     sequences: Sequence[TrainingSequence],
     objective: Objective,
     clock: PhaseClock,
-    sums: UpdateSums,
+    sums: StepSums,
     watch: LossWatch,
     router: RouterLoss | None = None,
-    part: int = 0,
+    index: int = 0,
 ) -> float:
-    """Accumulate the gradients of a micro-batch, and add its figures to `sums`.
+    """Accumulate the gradients of a micro-batch, and add its figures to `sums`. Returns its share of the step's loss.
 
     Args:
         router: the auxiliary loss of the step; None: there is none.
-        part: index of the micro-batch within its generation, over all ranks.
-
-    Returns:
-        The micro-batch's part of the step's loss.
+        index: of the micro-batch within its generation, over all ranks.
 
     Raises:
         ProofError: a sequence brings something else, the forward gives other log-probs than a plain one, or the
             gradient of a log-prob is not what the method's formula gives.
     """
     with policy.casts_kept():
-        return _learn(policy, sequences, objective, clock, sums, watch, router, part)
+        return _learn(policy, sequences, objective, clock, sums, watch, router, index)
 
 
 def _learn(
@@ -330,22 +307,19 @@ def _learn(
     sequences: Sequence[TrainingSequence],
     objective: Objective,
     clock: PhaseClock,
-    sums: UpdateSums,
+    sums: StepSums,
     watch: LossWatch,
     router: RouterLoss | None,
-    part: int,
+    index: int,
 ) -> float:
     config, before = objective.config, sums.loss
-    moving: list[TrainingSequence] = []
-    still: list[TrainingSequence] = []
-    for s in sequences:
-        (moving if objective.has_gradient(s) else still).append(s)
+    moving = [s for s in sequences if objective.has_gradient(s)]
+    still = [s for s in sequences if not objective.has_gradient(s)]
     learned: list[tuple[TokenBatch, TokenScores]] = []
     losses: list[torch.Tensor] = []
     with clock.phase("forward_backward"):
-        for pack in (
-            pack for own in watch.part(part, sequences, moving) for pack in policy.packs(own, config)
-        ):
+        apart = watch.micro_batch(index, sequences, moving)
+        for pack in (pack for own in apart for pack in policy.packs(own, config)):
             with policy.learning():
                 scores = policy.score(
                     pack,
@@ -410,20 +384,16 @@ class OptimizerStep:
     ) -> None:
         self._objective, self._clock, self._ranks, self._watch = objective, clock, ranks, watch
         self._router = router
-        self._sums = UpdateSums(watch.evidence())
+        self._sums = StepSums(watch.evidence())
         self._failure: Exception | None = None
 
-    def learn(self, policy: Policy, sequences: Sequence[TrainingSequence], part: int = 0) -> float:
-        """Learn from a micro-batch. With several ranks an error is raised at the end of the step, on every rank.
-
-        Returns:
-            The micro-batch's part of the step's loss.
-        """
+    def learn(self, policy: Policy, sequences: Sequence[TrainingSequence], index: int = 0) -> float:
+        """`learn` with the arguments of the step. With several ranks, `finish` raises its error, on every rank."""
         if self._failure is not None:
             return 0.0
         try:
             return learn(
-                policy, sequences, self._objective, self._clock, self._sums, self._watch, self._router, part
+                policy, sequences, self._objective, self._clock, self._sums, self._watch, self._router, index
             )
         except Exception as error:
             if self._ranks.count == 1:
@@ -433,22 +403,17 @@ class OptimizerStep:
 
     def logps(self) -> Scores:
         """The log-probs that this rank's forwards gave so far, where no pass had scored the tokens before the step."""
-        return {
-            s.name: reals(part)
-            for sequences, logps in self._sums.logps
-            for s, part in zip(
-                sequences, cut(logps.float().cpu().numpy(), [s.length for s in sequences]), strict=True
-            )
-        }
+        found: Scores = {}
+        for sequences, logps in self._sums.logps:
+            columns = cut(logps.float().cpu().numpy(), [s.length for s in sequences])
+            found |= {s.name: reals(own) for s, own in zip(sequences, columns, strict=True)}
+        return found
 
-    def finish(self, trained: Sequence[torch.nn.Parameter]) -> UpdateSums:
-        """Do everything between the last backward and the optimizer. Every rank must call this.
+    def finish(self, trained: Sequence[torch.nn.Parameter]) -> StepSums:
+        """Do everything between the last backward and the optimizer, on every rank. Returns the sums over all ranks.
 
         Args:
             trained: the trained parameters. Their gradients become those of the whole step.
-
-        Returns:
-            The sums over all ranks.
 
         Raises:
             ProofError: what the watch finds in the sums, or on any rank.
@@ -462,14 +427,13 @@ class OptimizerStep:
             return self._sums.data()
 
         def work(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-            total = UpdateSums.of(parts, self._watch.evidence())
+            total = StepSums.of(parts, self._watch.evidence())
             self._watch.summed(total)
             return [total.data()] * len(parts)
 
-        total = UpdateSums.of([self._ranks.call("step", offer, work)], self._watch.evidence())
+        total = StepSums.of([self._ranks.call("step", offer, work)], self._watch.evidence())
         for parameter in trained:
-            # If all rewards agree, the gradient is zero. AdamW still updates with a zero gradient; with None it would
-            # not.
+            # If all rewards agree, the gradient is zero. AdamW updates with a zero gradient, and not with None.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         sum_gradients(trained, self._ranks)

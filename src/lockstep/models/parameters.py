@@ -1,17 +1,10 @@
 """The parameters of a model: their names in checkpoints, and those that share memory.
 
-The tensors of a model under the names that checkpoints and engines use.
-
-For most families these tensors are the model's own parameters. Experts are different: transformers holds the weights
-of all experts of a layer in two tensors, while checkpoints and vLLM's loaders have one tensor per expert and
-projection. Here each such tensor is a view of the model's own memory. All code that sends weights gets them here, and
-so does the transformers engine, which receives weights.
-
-Finds trained parameters that share memory with another parameter.
+transformers holds the weights of all experts of a layer in two tensors, while checkpoints and vLLM's loaders have one
+tensor per expert and projection. Here each such tensor is a view of the model's own memory.
 
 An optimizer steps each parameter object. If two objects hold the same numbers, each step changes the numbers twice,
-each time by a part of their gradient. One object under several names (a tied head) is no such case. The check is made
-before training.
+each time by a part of their gradient. One object under several names (a tied head) is no such case.
 """
 
 from __future__ import annotations
@@ -32,8 +25,8 @@ class RowRange(NamedTuple):
 
     Attributes:
         name: the tensor's name in the checkpoint.
-        start, rows: the first row and the number of rows, if the parameter's first two dimensions are flattened to
-            one. `rows` is 0 if the tensor is the whole parameter.
+        start, rows: the first row and the number of rows, if the parameter's first two dimensions are flattened to one.
+            `rows` is 0 if the tensor is the whole parameter.
     """
 
     name: str
@@ -42,21 +35,14 @@ class RowRange(NamedTuple):
 
 
 class CheckpointTensor(NamedTuple):
-    """A tensor under its checkpoint name.
-
-    Attributes:
-        name: the tensor's name in the checkpoint.
-        tensor: the parameter itself, or a view of its memory.
-        parameter_name: the name of the parameter in the model.
-    """
+    """A tensor under its checkpoint name: the parameter `parameter_name` itself, or a view of its memory."""
 
     name: str
     tensor: torch.Tensor
     parameter_name: str
 
 
-# The result per parameter is kept, because transformers finds conversions by regular expressions and every push needs
-# them.
+# Kept per parameter, because transformers finds conversions by regular expressions and every push needs them.
 _found_ranges: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[RowRange, ...]]] = WeakKeyDictionary()
 
 
@@ -74,15 +60,12 @@ def checkpoint_tensors(
     if named is None:
         named = dict(model.named_parameters(remove_duplicate=False))
     ranges = _row_ranges(model, named)
-    return [
-        CheckpointTensor(
-            part.name,
-            tensor.detach().flatten(0, 1).narrow(0, part.start, part.rows) if part.rows else tensor,
-            name,
-        )
-        for name, tensor in named.items()
-        for part in ranges.get(name, (RowRange(name),))
-    ]
+    found = []
+    for name, tensor in named.items():
+        for part in ranges.get(name, (RowRange(name),)):
+            own = tensor.detach().flatten(0, 1).narrow(0, part.start, part.rows) if part.rows else tensor
+            found.append(CheckpointTensor(part.name, own, name))
+    return found
 
 
 def expert_names(model: torch.nn.Module) -> list[str]:
@@ -105,10 +88,7 @@ def _row_ranges(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> di
 
 
 def _row_ranges_of(model: PreTrainedModel, name: str, parameter: torch.Tensor) -> tuple[RowRange, ...]:
-    """The parts of one parameter.
-
-    To find them, transformers converts a tensor that has the number of each row as its value.
-    """
+    """The parts of one parameter: transformers converts a tensor that has the number of each row as its value."""
     if not _holds_experts(name, parameter):
         # In checkpoints of families with experts, other parameters may have other names too.
         (renamed,) = revert_weight_conversion(model, {name: torch.zeros(1)})
@@ -117,23 +97,20 @@ def _row_ranges_of(model: PreTrainedModel, name: str, parameter: torch.Tensor) -
     ranges = []
     for checkpoint_name, row_numbers in revert_weight_conversion(model, {name: rows}).items():
         row_numbers = row_numbers.flatten()
-        if not torch.equal(
-            row_numbers, torch.arange(int(row_numbers[0]), int(row_numbers[0]) + len(row_numbers))
-        ):
+        first, count = int(row_numbers[0]), len(row_numbers)
+        if not torch.equal(row_numbers, torch.arange(first, first + count)):
             raise InputError(
-                f"{checkpoint_name} is stored in {name} in a way that cannot be sent to vLLM; set use_vllm to "
-                f"false, or train "
-                "another model"
+                f"{checkpoint_name} is stored in {name} in a way that cannot be sent to vLLM; set use_vllm "
+                "to false, or train another model"
             )
-        ranges.append(RowRange(checkpoint_name, int(row_numbers[0]), len(row_numbers)))
+        ranges.append(RowRange(checkpoint_name, first, count))
     return tuple(sorted(ranges, key=lambda part: part.start))
 
 
 def refuse_shared_memory(model: torch.nn.Module) -> None:
     """Refuse a model in which a trained parameter and another parameter are different objects in the same memory.
 
-    Raises:
-        InputError: there is such a pair. PEFT makes one for a LoRA on a tied embedding with `ensure_weight_tying`.
+    PEFT makes such a pair for a LoRA on a tied embedding with `ensure_weight_tying`.
     """
     by_storage: dict[object, list[tuple[str, torch.nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
@@ -156,9 +133,8 @@ def _refuse_overlap(sharing: list[tuple[str, torch.nn.Parameter]]) -> None:
             if parameter.requires_grad or other.requires_grad:
                 raise InputError(
                     f"{other_name} and {name} are two parameters in the same memory: an optimizer would "
-                    f"change their numbers twice "
-                    "per step. Give tied layers one parameter: with ensure_weight_tying, name an embedding in "
-                    "modules_to_save "
-                    "instead of target_modules; or leave it out"
+                    "change their numbers twice per step. Give tied layers one parameter: with "
+                    "ensure_weight_tying, name an embedding in modules_to_save instead of target_modules; "
+                    "or leave it out"
                 )
         place.fill_(number)

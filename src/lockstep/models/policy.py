@@ -1,15 +1,12 @@
 """Loads the trained model by the name that a user writes, and checks what was loaded.
 
-`resolve_model` turns the name into a path or id that transformers and vLLM can both load. Trainer, tokenizer and
-engines must all get exactly this string. `load_policy` loads the model. The checks of a loaded model compare it with
-the saved one: no tensor is missing, unused, of another shape, NaN or infinite. transformers fills a missing tensor
-with random numbers, and only warns. No later check could find this, because the engine receives the same random
-numbers.
+The checks compare the model with the saved one: no tensor is missing, unused, of another shape, NaN or infinite.
+transformers fills a missing tensor with random numbers, and only warns. No later check could find this, because the
+engine receives the same random numbers.
 
 `model_class` knows the vision-language families to which Lockstep can show pictures. `keeps_state` tells whether a
 model keeps a state from token to token, as Mamba, linear attention and convolutions do: the next state depends on
-every token before it, padding included. Engines and the trainer ask it before they share prompts, pad them or cache
-them.
+every token before it, padding included. Such a model must not share prompts, pad them or cache them.
 """
 
 from __future__ import annotations
@@ -41,16 +38,11 @@ _NAMES_SHOWN = 5
 def refuse_incomplete(what: str, report: Mapping[str, Any], *, unused: tuple[str, ...] = ()) -> None:
     """Refuse a model whose files do not hold exactly its tensors.
 
-    `report` does not contain tied tensors, nor tensors that transformers allows to be missing or unused in a model
-    family.
-
     Args:
         what: the model, for the message.
-        report: the loading info from `from_pretrained`, called with `ignore_mismatched_sizes`.
+        report: the loading info from `from_pretrained`, called with `ignore_mismatched_sizes`. It has no tied tensors,
+            nor tensors that transformers allows to be missing or unused in a model family.
         unused: prefixes of the names of tensors that may be unused, because this kind of model does not need them.
-
-    Raises:
-        InputError: tensors are missing, have another shape, or belong to no layer.
     """
     mismatched = sorted(str(entry[0]) for entry in report["mismatched_keys"])
     unexpected = sorted(name for name in report["unexpected_keys"] if not any(map(name.startswith, unused)))
@@ -67,16 +59,7 @@ def refuse_incomplete(what: str, report: Mapping[str, Any], *, unused: tuple[str
 
 
 def refuse_adapter(what: str, model: torch.nn.Module) -> None:
-    """Refuse a model whose files are an adapter's. transformers loads the adapter and its base; an engine loads one
-    of them.
-
-    Args:
-        what: the model, for the message.
-        model: the loaded model.
-
-    Raises:
-        InputError: an adapter was loaded into the model.
-    """
+    """Refuse a model whose files are an adapter's. transformers loads the adapter and its base; an engine loads one."""
     if getattr(model, "_hf_peft_config_loaded", False):
         raise InputError(
             f"{what} is an adapter, not a whole model: make one with 'lockstep merge ADAPTER FOLDER', and give FOLDER"
@@ -84,26 +67,17 @@ def refuse_adapter(what: str, model: torch.nn.Module) -> None:
 
 
 def check_finite(name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse weights that contain NaN or infinity. This reads the weights once, and makes no copy.
+    """Refuse weights that contain NaN or infinity. This reads them once, and makes no copy. `name` is for the message.
 
-    Args:
-        name: the model that the weights belong to, for the message.
-        parameters: names and tensors; codes of quantised weights (integers) are not checked.
-
-    Raises:
-        InputError: some weights contain NaN or infinity. The message names them.
+    Codes of quantised weights (integers) are not checked.
     """
-    bounds = {
-        label: torch.stack(p.detach().aminmax())
-        for label, p in parameters
-        if p.is_floating_point() and p.numel() and not p.is_meta
-    }
+    checked = ((label, p) for label, p in parameters if p.is_floating_point() and p.numel() and not p.is_meta)
+    bounds = {label: torch.stack(p.detach().aminmax()) for label, p in checked}
     bad = [label for label, pair in bounds.items() if not bool(pair.isfinite().all())]
     if bad:
         raise InputError(
-            f"{name} has weights that are NaN or infinite, in {listed(bad)}: they were saved so, or the files "
-            f"are damaged; give "
-            "another copy of it"
+            f"{name} has weights that are NaN or infinite, in {listed(bad)}: they were saved so, or the "
+            "files are damaged; give another copy of it"
         )
 
 
@@ -130,10 +104,7 @@ def reads_tiles(config: PreTrainedConfig) -> bool:
 
 
 def vision_parts(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The modules that turn pixels into inputs of the language model: vision tower and projector.
-
-    Empty if there are none.
-    """
+    """The modules that turn pixels into inputs of the language model: vision tower and projector, if there are any."""
     if not reads_pictures(model.config):
         return []
     trunk: Any = model.base_model
@@ -159,9 +130,9 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
     With a `quantization_config` in `model_init_kwargs`, full-precision weights are quantised when they are loaded.
 
     Raises:
-        InputError: the directory or id holds no causal language model, or an adapter; its files lack a tensor, or
-            hold a tensor that does not belong to the model; its weights are stored quantised (an engine would load
-            the quantised weights); or an argument is refused.
+        InputError: the directory or id holds no causal language model, or an adapter; its files lack a tensor, or hold
+            a tensor that does not belong to the model; its weights are stored quantised (an engine would load the
+            quantised weights); or an argument is refused.
     """
     check_init_kwargs(model_init_kwargs or {})
     kwargs = {"dtype": torch.float32, **(model_init_kwargs or {})}
@@ -185,51 +156,36 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
 
 
 def check_init_kwargs(model_init_kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments of `from_pretrained` that make the trainer's model differ from the engine's, or run the
-    model's code.
-
-    Raises:
-        InputError: `model_init_kwargs` contains such an argument.
-    """
+    """Refuse arguments that make the trainer's model differ from the engine's, or run the model's code."""
     if model_init_kwargs.get("trust_remote_code"):
         raise InputError(
             f"model_init_kwargs.trust_remote_code={model_init_kwargs['trust_remote_code']!r} is not "
-            f"supported, only False is: code "
-            "that comes with a model is not run"
+            "supported, only False is: code that comes with a model is not run"
         )
     if not model_init_kwargs.get("weights_only", True):
         raise InputError(
             "model_init_kwargs.weights_only=False is not supported: it unpickles whatever the files of the "
-            "weights contain, which "
-            "runs code; leave it out"
+            "weights contain, which runs code; leave it out"
         )
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """Largest number of tokens that a model attends to; None if its config has no limit, for example without
-    attention.
-    """
+    """Largest number of tokens that a model attends to; None if its config has no limit."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
 def fp32_head_product(head: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """(…, V) float32 logits of an output head, computed in float32 for any dtype of head and input, also inside
-    autocast.
-    """
+    """(…, V) float32 logits of an output head, computed in float32 for any dtype of head and input."""
     weight: torch.Tensor = head.weight  # type: ignore[assignment]
     bias: torch.Tensor | None = getattr(head, "bias", None)
+    wide = None if bias is None else bias.float()
     with torch.autocast(hidden.device.type, enabled=False):
-        return torch.nn.functional.linear(
-            hidden.float(), weight.float(), None if bias is None else bias.float()
-        )
+        return torch.nn.functional.linear(hidden.float(), weight.float(), wide)
 
 
 def switch_off_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout of the model and its adapter to 0.
-
-    With dropout, the trained policy would differ from the sampled one.
-    """
+    """Set every dropout of the model and its adapter to 0: the trained policy would differ from the sampled one."""
     for _, module, name in _dropouts(model):
         setattr(module, name, 0.0)
 
@@ -240,31 +196,22 @@ def modules_with_dropout(model: torch.nn.Module) -> list[str]:
 
 
 def _dropouts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Each place that has a dropout: the module's name, the module, and the name of the attribute with the
-    probability.
-    """
+    """Each dropout: the module's name, the module, and the name of the attribute with the probability."""
     for place, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout):
             yield place, module, "p"
         # Attention layers of transformers store their dropout as a number.
-        numbers = [
-            name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)
-        ]
-        yield from ((place, module, name) for name in numbers)
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                yield place, module, name
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's error.
-
-    For kinds of errors whose text alone is unclear, such as KeyError, the kind is first.
-    """
-    lines = str(error).strip().splitlines()
-    kind = type(error).__name__
-    return (
-        (lines[0] if isinstance(error, OSError | ValueError | RuntimeError) else f"{kind}: {lines[0]}")
-        if lines
-        else kind
-    )
+    """The first line of a library's error, after its kind where the text alone is unclear, as of a KeyError."""
+    lines, kind = str(error).strip().splitlines(), type(error).__name__
+    if not lines:
+        return kind
+    return lines[0] if isinstance(error, OSError | ValueError | RuntimeError) else f"{kind}: {lines[0]}"
 
 
 # The fields in which configs list the kinds of their layers.

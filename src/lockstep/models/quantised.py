@@ -1,8 +1,7 @@
-"""Base weights in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: checks their settings, and gives the values that
-layers compute with.
+"""Base weights in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: their settings, and the values of their codes.
 
-`models/policy.py` loads such weights, or the user gives a model that has them. The adapter's delta is added to these
-values, and the engine gets the sum in full precision. An engine never quantises again what the trainer has quantised.
+The adapter's delta is added to these values, with which layers compute, and the engine gets the sum in full precision.
+An engine never quantises again what the trainer has quantised.
 """
 
 from __future__ import annotations
@@ -17,28 +16,19 @@ from lockstep.errors import InputError, check_extra
 
 
 def check_quantization(config: Any, peft_config: Any) -> None:
-    """Refuse a quantisation whose weights could not be sent to an engine or could not be trained.
-
-    Args:
-        config: a `transformers.BitsAndBytesConfig`, or None.
-        peft_config: the adapter's configuration, or None.
-
-    Raises:
-        InputError: the config is of another kind, bitsandbytes is missing, or there is no `peft_config`.
-    """
+    """Refuse a quantisation whose weights could not be sent to an engine or could not be trained."""
     if config is None:
         return
     if isinstance(config, Mapping):
         raise InputError(
             f"quantization_config={dict(config)} is a mapping, which is not supported: on the command line "
-            f"set use_peft and "
-            "load_in_4bit instead (only 4 bits are supported); in Python give the trainer "
+            "set use_peft and load_in_4bit instead (only 4 bits are supported); in Python give the trainer "
             "quantization_config=BitsAndBytesConfig(load_in_4bit=True) and a peft_config"
         )
     if not getattr(config, "load_in_4bit", False):
         raise InputError(
-            f"quantization_config is a {type(config).__name__} that does not load in 4 bits, which is not supported: "
-            "give a BitsAndBytesConfig(load_in_4bit=True), or leave it out"
+            f"quantization_config is a {type(config).__name__} that does not load in 4 bits, which is not "
+            "supported: give a BitsAndBytesConfig(load_in_4bit=True), or leave it out"
         )
     if peft_config is None:
         raise InputError(
@@ -53,13 +43,7 @@ def is_quantised(parameter: torch.Tensor) -> bool:
 
 
 def dequantised(parameter: Any) -> torch.Tensor:
-    """The float32 values of a quantised parameter.
-
-    A layer that computes in float32 multiplies with exactly these values.
-
-    Raises:
-        InputError: the codes are packed for bitsandbytes' CPU inference, through which no gradient passes.
-    """
+    """The float32 values of a quantised parameter. A layer that computes in float32 multiplies with exactly these."""
     import bitsandbytes
 
     # The layer uses this state too. Therefore only a copy of it gets another dtype.
@@ -74,14 +58,11 @@ def meta_tensor_of(parameter: Any) -> torch.Tensor:
 
 
 def prevent_packing(model: torch.nn.Module) -> None:
-    """Prevent bitsandbytes from packing weights for inference.
+    """Prevent bitsandbytes from packing weights for inference; refuse a model in which a layer has packed them.
 
     On a CPU with AVX-512 BF16, a layer packs its weights in its first forward in eval mode without a gradient, for
     example when somebody tries a new model. After that no gradient passes through the layer, and no error is raised
     (bitsandbytes 0.50.2, `Linear4bit.forward`).
-
-    Raises:
-        InputError: a layer has already packed its weights.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -93,7 +74,7 @@ def _quant_state(parameter: Any) -> Any:
     if getattr(parameter.quant_state, "packing_format_for_cpu", False):
         raise InputError(
             "the model's 4-bit weights are packed for inference (it was run in eval mode before), and no "
-            "gradient passes through "
-            "them: give the trainer the model's name and a quantization_config, or a model that was not run yet"
+            "gradient passes through them: give the trainer the model's name and a quantization_config, or "
+            "a model that was not run yet"
         )
     return parameter.quant_state

@@ -1,7 +1,6 @@
 """Turns the name that a user writes into a path or id that transformers and vLLM can both load.
 
-The name is a config's `model_name_or_path`. `models/policy.py`, `tokens/chat.py` and the engines must all get exactly
-the string that this module returns.
+The name is a config's `model_name_or_path`. Policy, tokenizer and engines get exactly the string that is returned.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ def resolve_model(name: str) -> str:
             # transformers would load the adapter too, and vLLM would not.
             raise InputError(
                 f"{path} holds an adapter (adapter_config.json), not a whole model: make one with 'lockstep "
-                f"merge {path} FOLDER', "
-                "and give FOLDER"
+                f"merge {path} FOLDER', and give FOLDER"
             )
         if not (path / "config.json").is_file():
             raise InputError(
@@ -56,9 +54,6 @@ def at_revision(path: str, revision: str | None) -> str:
     Args:
         path: a result of `resolve_model`.
         revision: a branch, tag or commit of a hub id. None and `main` are the path itself.
-
-    Raises:
-        InputError: a directory has no revisions, or the hub has no such revision.
     """
     # The command line imports this module before it knows whether anything must be loaded.
     from huggingface_hub import snapshot_download

@@ -1,7 +1,4 @@
-"""A reward model: a sequence classifier with one output, called like a reward function.
-
-It comes from a directory, a hub id or a loaded model. It is treated like any other reward function.
-"""
+"""A reward model: a sequence classifier with one output, called like a reward function."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ from lockstep.models.policy import (
     switch_off_dropout,
 )
 
-# Largest number of tokens in one forward pass, with padding. It limits the memory of activations. A longer text is a
-# batch alone.
+# Largest number of tokens in one forward pass, with padding. A longer text is a batch alone.
 _TOKENS_PER_BATCH = 16384
 
 
@@ -58,8 +54,8 @@ class RewardModel:
         if outputs != 1:
             raise InputError(
                 f"reward model {self.__name__} is a {type(model).__name__} with {outputs} outputs; a reward "
-                f"model is a sequence "
-                "classifier with one output (AutoModelForSequenceClassification, num_labels=1)"
+                "model is a sequence classifier with one output (AutoModelForSequenceClassification, "
+                "num_labels=1)"
             )
         if tokenizer.pad_token_id is None:
             if tokenizer.eos_token_id is None:
@@ -113,8 +109,7 @@ class RewardModel:
         if tuple(logits.shape) != (len(rows), 1):
             raise InputError(
                 f"reward model {self.__name__} ({type(self.model).__name__}) returned logits of shape "
-                f"{tuple(logits.shape)}, not "
-                f"({len(rows)}, 1): give a sequence classifier with one output"
+                f"{tuple(logits.shape)}, not ({len(rows)}, 1): give a sequence classifier with one output"
             )
         return logits[:, 0].float().tolist()
 
@@ -128,7 +123,7 @@ class RewardModel:
         if self.tokenizer.chat_template is None:
             raise InputError(
                 f"prompts are messages but the tokenizer of reward model {self.__name__} has no chat "
-                f"template; give prompts as text"
+                "template; give prompts as text"
             )
         try:
             return self.tokenizer.apply_chat_template(
@@ -144,9 +139,8 @@ class RewardModel:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and longest > limit:
             raise InputError(
-                f"reward model {self.__name__} reads {limit} tokens; prompt and completion have {longest} of "
-                f"its tokens: lower "
-                "max_completion_length or leave out long prompts"
+                f"reward model {self.__name__} reads {limit} tokens; prompt and completion have {longest} "
+                "of its tokens: lower max_completion_length or leave out long prompts"
             )
         if not shortest:
             raise InputError(
@@ -158,7 +152,7 @@ def load_reward_model(path: str) -> PreTrainedModel:
     """A sequence classifier with one output, in the precision in which it was saved.
 
     Args:
-        path: a result of `lockstep.models.policy.resolve_model`.
+        path: a result of `resolve_model`.
 
     Raises:
         InputError: there is no such model, or a tensor is missing from its files (for example the head, if it is a
@@ -186,10 +180,7 @@ def load_reward_model(path: str) -> PreTrainedModel:
 
 
 def _joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The whole conversation.
-
-    A completion that continues the prompt's last message is joined with it into one message.
-    """
+    """The whole conversation. A completion that continues the prompt's last message is joined with that message."""
     if prompt[-1]["role"] == "assistant" and completion and completion[0]["role"] == "assistant":
         text = (prompt[-1].get("content") or "") + (completion[0].get("content") or "")
         return [*prompt[:-1], {**completion[0], "content": text}, *completion[1:]]
@@ -197,10 +188,7 @@ def _joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> l
 
 
 def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
-    """Positions of the rows of each batch.
-
-    Rows × longest row is at most `budget`. Rows of similar length share a batch.
-    """
+    """Positions of the rows of each batch of similar lengths. Rows × longest row is at most `budget`."""
     batch: list[int] = []
     for position in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if batch and (len(batch) + 1) * lengths[position] > budget:

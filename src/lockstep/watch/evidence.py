@@ -389,9 +389,9 @@ def draws_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> Draw
         return DrawStats()
     columns = scores.logps, scores.entropies, scores.draws.variances, scores.draws.below, scores.draws.upto
     values = np.stack(as_float64(*columns))
-    drawn = [s for s in sequences if s.drawn]
+    drawn = [s for s in sequences if s.picked]
     if len(drawn) < len(sequences):
-        values = values[:, np.repeat([s.drawn for s in sequences], [s.length for s in sequences])]
+        values = values[:, np.repeat([s.picked for s in sequences], [s.length for s in sequences])]
     fresh = None if sequences[0].fresh is None else flat(drawn, "fresh")
     return measure_draws(
         TokenDraws(*values), column(drawn, "behaviour_logps"), [s.length for s in drawn], fresh

@@ -8,7 +8,7 @@
 | `referenced` | `reference` (its log-probs), `reference_outputs` |
 | `prepared` | `learned` (texts and rows); `gap` and `draws`, if a pass before the first step has scored the tokens |
 | `beginning` | `hooks`, `model_gradient` (a drawn sum), `accumulation` (no gradient is left), `update` (nothing was frozen) |
-| `part`, `forward`, `aside` | `learned`, `advantages` |
+| `micro_batch`, `forward`, `aside` | `learned`, `advantages` |
 | `backward`, `learned` | `loss_gradient` |
 | `compared` | `temperature`, `kept_ids`, `forward` (a drawn completion) |
 | `summing` | `hooks` |
@@ -38,7 +38,7 @@ from lockstep.learn.methods.objective import Objective, Scores, TokenBatch
 from lockstep.learn.ranks import share_of
 from lockstep.learn.scoring import TokenScores
 from lockstep.learn.sequence import TrainingSequence
-from lockstep.learn.update import Policy, UpdateSums
+from lockstep.learn.update import Policy, StepSums
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
@@ -260,7 +260,7 @@ class RunWatch:
         if (update := self.update) is not None:
             self._on_shards("begin", lambda: update.begin_step(self._step))
 
-    def part(
+    def micro_batch(
         self, index: int, sequences: Sequence[TrainingSequence], moving: Sequence[TrainingSequence]
     ) -> list[list[TrainingSequence]]:
         self._flow, self._repeated = LossGradient(self._objective), []
@@ -308,7 +308,7 @@ class RunWatch:
     def summing(self) -> None:
         self.hooks.check()
 
-    def summed(self, total: UpdateSums) -> None:
+    def summed(self, total: StepSums) -> None:
         generation, evidence = self._generation, kept(total.evidence)
         assert generation is not None
         if self._config.single_update:
@@ -335,7 +335,7 @@ class RunWatch:
                 lambda version: self.model_gradient.finish(self._policy(), self._sequences, version)
             )
 
-    def figures(self, total: UpdateSums) -> dict[str, float]:
+    def figures(self, total: StepSums) -> dict[str, float]:
         (proven, *_) = self._ranks.share("proof metrics", self._engine.metrics)
         return kept(total.evidence).figures(total.tally, total.aside, self._engine.limit) | proven
 

@@ -33,7 +33,7 @@ from lockstep.learn.methods.grpo import GRPOConfig, GRPOObjective
 from lockstep.learn.pack import Pack
 from lockstep.learn.scoring import TokenScores
 from lockstep.learn.sequence import TrainingSequence
-from lockstep.learn.update import Policy, UpdateSums, learn
+from lockstep.learn.update import Policy, StepSums, learn
 from lockstep.models.arithmetic import Precision
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.driver import collect
@@ -57,7 +57,7 @@ class Unwatched:
     def evidence(self) -> TokenEvidence:
         return TokenEvidence()
 
-    def part(
+    def micro_batch(
         self, index: int, sequences: Sequence[TrainingSequence], moving: Sequence[TrainingSequence]
     ) -> list[list[TrainingSequence]]:
         return [list(moving)]
@@ -311,7 +311,7 @@ def _token_gradients(
         for name, own in scores.items()
     }
     known = {f.name: getattr(stage.trainer._policy(), f.name) for f in fields(Policy)}
-    policy, sums = _ScoredPolicy(**known, scores=leaves), UpdateSums(TokenEvidence())
+    policy, sums = _ScoredPolicy(**known, scores=leaves), StepSums(TokenEvidence())
     for batch in prepare_generation(groups, objective, stage.version).micro_batches:
         learn(policy, batch, objective, PhaseClock(), sums, Unwatched())
     return {

@@ -1,27 +1,17 @@
-"""Attention over a tree of tokens, piece by piece, with a backward that may multiply in bf16.
+"""Attention over a tree of tokens, piece by piece. Its memory grows linearly with the number of tokens.
 
-Computes attention over a tree of tokens, piece by piece. Its memory grows linearly with the number of tokens.
-
-`learn/attention/plan.py` plans the pieces. Queries, keys, values and the result are kept for the
-backward. No keys are kept twice, and no attention scores are kept.
+`learn/attention/plan.py` plans the pieces. Queries, keys, values and the result are kept for the backward. No keys are
+kept twice, and no attention scores are kept.
 
 On a CPU the attention of a row has two parts: the columns that its block shares, and the block itself. PyTorch's
 flash kernel computes each part separately. Let oₚ be the result of a part and lₚ the logarithm of its softmax's
 denominator. The whole is l = log(Σ exp lₚ), o = Σ exp(lₚ − l) · oₚ. If the kernel's backward of a part gets the o and
-l of the whole, it returns that part of the gradient. A run in bf16 has a backward of its own (below). On other
-devices a tree is computed by paths (`paths.py`), or PyTorch's public function computes each block with all of its
-columns, and the backward computes the block again.
+l of the whole, it returns that part of the gradient. On other devices a tree is computed by paths (`paths.py`), or
+PyTorch's public function computes each block with all of its columns, and the backward computes the block again.
 
-Reads and adds to the columns of a piece of attention: the keys and values that its rows see, in one or several runs.
-
-It is called for every piece of a plan.
-
-The backward of attention over a tree, by matrix products in bf16. For processors that multiply in bf16 much faster
-than in fp32.
-
-The forward rounds queries, keys and values to bf16, as a GPU and the engine do, and computes in float32. It gives the
-result o of each row, and l, the logarithm of its softmax's denominator. With the scores s = c·q·kᵀ and the gradient g
-of o, the backward is
+A run in bf16 has a backward of its own, by matrix products in bf16, for processors that multiply in bf16 much faster
+than in fp32. Its forward rounds queries, keys and values to bf16, as a GPU and the engine do, and computes in float32.
+With the scores s = c·q·kᵀ and the gradient g of o, the backward is
 
     p = exp(s − l),   dv = pᵀ·g,   ds = p · (g·vᵀ − o·g),   dq = c·ds·k,   dk = c·dsᵀ·q.
 
@@ -82,8 +72,7 @@ _MORE = 4
 _SCORES = 1 << 20
 # The most columns that are computed together, at least `_CHAIN`. Few rows with many columns are slow.
 _COLUMNS = 1024
-# The fewest rows of a piece, and the most of a piece of a chain: there a product also computes the pairs that rows do
-# not see.
+# The fewest rows of a piece, and the most of a piece of a chain, where a product also computes hidden pairs.
 _FEWEST, _CHAIN = 32, 128
 
 
@@ -98,7 +87,7 @@ def half_backward(
     masks: tuple[torch.Tensor | None, ...],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the gradients of queries, keys and values.
+    """The gradients of queries, keys and values, in their shapes and in the dtype of `out`.
 
     Args:
         of_out: (B, heads, T, width) gradient of the result.
@@ -106,9 +95,6 @@ def half_backward(
         out: (B, heads, T, width) result of the forward.
         total: (B, heads, T) logarithm of each softmax's denominator.
         masks: one per block, as in `TreeAttention.masks`.
-
-    Returns:
-        Gradients in the shapes of `query`, `key` and `value`, and in the dtype of `out`.
     """
     batch, heads, size, width = query.shape
     groups, dtype = heads // key.shape[1], query.dtype
@@ -199,11 +185,9 @@ def _halves(runs: tuple[Run, ...]) -> Iterator[tuple[Run, ...]]:
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-# On devices other than a CPU, blocks are larger: about this many blocks (each costs a kernel start), of at most this
-# many rows.
+# On other devices than a CPU: about this many blocks (each costs a kernel start), of at most this many rows.
 _MOST_BLOCKS, _MOST_ROWS = 16, 1024
-# There masks are made once per pack with all of their columns, if they have at most this many numbers together (32
-# MiB in bf16).
+# There masks are made once per pack with all columns, if they have at most this many numbers (32 MiB in bf16).
 _MOST_PAIRS = 1 << 24
 # A custom operation of PyTorch cannot take a `TreeAttention` as an argument. It takes its number.
 TREES: WeakValueDictionary[int, TreeAttention] = WeakValueDictionary()
@@ -214,11 +198,10 @@ class TreeAttention:
     """The attention pattern of a pack, or of a window over plain rows. All layers use the same object.
 
     Attributes:
-        plan: the pieces.
-        masks: one mask per block; None for a chain. Its shape is (1, 1, rows, columns): first the columns that only
-            some rows see, then those of the block itself. It is added to the scores. On other devices it may begin
-            with the columns that all rows see.
-        fast: whether a CPU's backward multiplies in bf16 (below).
+        masks: one mask per block, added to the scores; None for a chain. Its shape is (1, 1, rows, columns): first the
+            columns that only some rows see, then those of the block itself. On other devices it may begin with the
+            columns that all rows see.
+        fast: whether a CPU's backward multiplies in bf16.
         paths: the same attention by paths, which is computed in place of the pieces; None: the pieces are computed.
     """
 
@@ -244,7 +227,6 @@ class TreeAttention:
 
         Args:
             ends: (T,) `ends` of the pack.
-            device: the device that computes attention.
             dtype: dtype of the model. A CPU computes attention at least in float32.
             half: the half precision in which the run multiplies; None: it multiplies in `dtype`. On a CPU, chains are
                 then cut. (In float32 the rounding of the parts would make gradients less exact by a half.) If the CPU
@@ -287,15 +269,12 @@ class TreeAttention:
         scale: float | None,
         cap: float | None = None,
     ) -> torch.Tensor:
-        """Compute attention.
+        """(B, heads, T, width of the values) attention.
 
         Args:
             query, key, value: (B, heads, T, width). Keys and values may have fewer heads. Values may have another
                 width.
             cap: bound of the scores (`paths.py`); None: they have none.
-
-        Returns:
-            (B, heads, T, width of the values).
         """
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if self.paths is not None:
@@ -321,11 +300,7 @@ def _rows(size: int, device: torch.device) -> int:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TreeAttention, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention on a CPU, without gradient.
-
-    Returns:
-        (B, heads, T, width) result, and (B, heads, T) logarithm of each softmax's denominator.
-    """
+    """Attention on a CPU, without gradient, and the (B, heads, T) logarithm of each softmax's denominator."""
     blocks = tree.plan.blocks
     if len(blocks) == 1:
         return _FORWARD(query, key, value, 0.0, blocks[0].chain, attn_mask=tree.masks[0], scale=scale)
@@ -380,11 +355,8 @@ class _Merged(torch.autograd.Function):
         query, key, value, out, total = ctx.saved_tensors
         tree: TreeAttention = ctx.tree
         if tree.fast:
-            return (
-                *half_backward(of_out, query, key, value, out, total, tree.plan, tree.masks, ctx.scale),
-                None,
-                None,
-            )
+            saved = query, key, value, out, total
+            return (*half_backward(of_out, *saved, tree.plan, tree.masks, ctx.scale), None, None)
         of_query, of_key, of_value = (torch.zeros_like(part) for part in (query, key, value))
 
         def add(
@@ -392,16 +364,8 @@ class _Merged(torch.autograd.Function):
         ) -> None:
             rows = slice(start, stop)
             k, v = columns_of(key, columns), columns_of(value, columns)
-            of_q, of_k, of_v = _BACKWARD(
-                *(part[:, :, rows] for part in (of_out, query)),
-                k,
-                v,
-                *(part[:, :, rows] for part in (out, total)),
-                0.0,
-                chain,
-                attn_mask=mask,
-                scale=ctx.scale,
-            )
+            of_o, q, o, sums = (part[:, :, rows] for part in (of_out, query, out, total))
+            of_q, of_k, of_v = _BACKWARD(of_o, q, k, v, o, sums, 0.0, chain, attn_mask=mask, scale=ctx.scale)
             of_query[:, :, rows] += of_q
             add_to_columns(of_key, columns, of_k)
             add_to_columns(of_value, columns, of_v)
@@ -414,9 +378,7 @@ class _Merged(torch.autograd.Function):
 
 
 class Recomputed(torch.autograd.Function):
-    """Attention on other devices, and with capped scores: each block is computed by itself, and the backward computes
-    it again.
-    """
+    """Attention on other devices, and with capped scores: block by block, and the backward computes each again."""
 
     @staticmethod
     def forward(
@@ -499,9 +461,6 @@ def _masks(
 
 
 def _aligned(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The mask on a device.
-
-    Its rows begin at multiples of eight numbers; otherwise PyTorch would copy it in every layer.
-    """
+    """The mask on a device, with rows at multiples of eight numbers; otherwise PyTorch would copy it in every layer."""
     width = mask.shape[-1]
     return sent(torch.nn.functional.pad(mask, (0, -width % 8)), device)[..., :width]

@@ -51,10 +51,9 @@ _sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
 def adopt_flex_attention(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Prove FlexAttention, then let a model use it if it gets a `tree`. Without a tree the model uses SDPA.
+    """Prove FlexAttention on a device, then let a model use it if it gets a `tree`. Without a tree it uses SDPA.
 
     Args:
-        device: the device of the training.
         dtype: dtype in which attention is computed.
 
     Raises:
@@ -63,9 +62,8 @@ def adopt_flex_attention(model: PreTrainedModel, device: torch.device, dtype: to
     """
     if device.type == "cpu":
         raise InputError(
-            f"attn_implementation is {ASKED!r}, which PyTorch cannot train with on a CPU: leave it out (packs "
-            f"are attended to "
-            "tree by tree then, docs/internals/training.md)"
+            f"attn_implementation is {ASKED!r}, which PyTorch cannot train with on a CPU: leave it out "
+            "(packs are attended to tree by tree then, docs/internals/training.md)"
         )
     config = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -75,13 +73,7 @@ def adopt_flex_attention(model: PreTrainedModel, device: torch.device, dtype: to
 
 
 def block_mask(ends: torch.Tensor, device: torch.device) -> BlockMask:
-    """The tree in the form that FlexAttention needs: blocks to leave out, blocks to compute fully, and blocks with a
-    mask.
-
-    Args:
-        ends: (T,) `ends` of a pack, on the CPU.
-        device: the device that computes attention.
-    """
+    """A pack's (T,) `ends` as FlexAttention needs them: blocks to leave out, to compute fully, and with a mask."""
     size, there = len(ends), ends.to(device)
     count = -(-size // _BLOCK)
     # No node sees the padding after the last node.
@@ -121,7 +113,7 @@ def flex_attention_forward(
     tree: BlockMask | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers, like `tree_attention.tree_attention_forward`."""
+    """An attention function of transformers, like `tree_attention_forward`."""
     if tree is None:
         return attend_without_tree(module, query, key, value, attention_mask, **kwargs)
     check_nothing_added(module, attention_mask, kwargs)
@@ -132,8 +124,7 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: BlockMask, scale: float | None
 ) -> torch.Tensor:
     kind, parts = query.device.type, in_one_dtype(query, key, value)
-    # For fewer than 128 rows PyTorch would choose its kernel for decoding, which 2.11 cannot compile for sizes that
-    # change.
+    # For few rows PyTorch would choose its kernel for decoding, which 2.11 cannot compile for sizes that change.
     more: dict[str, Any] = {} if kind == "cpu" else {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}}
     with torch.autocast(kind, enabled=False):
         return _kernel(kind)(
@@ -161,8 +152,7 @@ def prove_flex_attention(
             raise ProofError(
                 "attention",
                 f"FlexAttention is {', '.join(f'{found[name]:.1e} ({name})' for name in found)} from SDPA "
-                f"over a tree of {size} "
-                f"tokens in {dtype}, and may be {limit:.1e}",
+                f"over a tree of {size} tokens in {dtype}, and may be {limit:.1e}",
                 "PyTorch's kernel for this GPU is wrong, or computes in a dtype of its own",
                 "leave attn_implementation out; if PyTorch is the newest, report it there",
             )
@@ -183,8 +173,8 @@ def _distances(
     except (RuntimeError, NotImplementedError, ValueError) as error:
         # PyTorch's compiler and kernels have no narrower error types in common.
         raise InputError(
-            f"attn_implementation is {ASKED!r}, which does not run on {device} in {dtype} with heads of {width}: "
-            f"{str(error).strip()[:400]}; leave it out"
+            f"attn_implementation is {ASKED!r}, which does not run on {device} in {dtype} with heads of "
+            f"{width}: {str(error).strip()[:400]}; leave it out"
         ) from error
     right = _with_gradients(
         partial(_sdpa, attn_mask=mask, enable_gqa=True), [p.float() for p in parts], of.float()
@@ -236,8 +226,8 @@ def never_plain(compiled: _Attention) -> _Attention:
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:
                 raise LockstepError(
                     f"PyTorch has compiled FlexAttention for {MOST_VARIANTS} kinds of input in this process "
-                    f"and compiles no more: "
-                    "leave attn_implementation out, or train fewer models in one process"
+                    "and compiles no more: leave attn_implementation out, or train fewer models in one "
+                    "process"
                 ) from error
 
     return attend

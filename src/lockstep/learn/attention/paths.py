@@ -1,24 +1,19 @@
 """Attention over a tree of tokens path by path, causal attention, and attention with capped scores.
 
-Computes attention over a tree of tokens path by path, many paths in one call (`learn/attention/plan.py`).
+Many paths are one call (`learn/attention/plan.py`). Queries, keys and values are kept for the backward, nothing else.
+The backward computes each call again. A node has a copy in each path that goes through it. The gradient of its key is
+the sum over its copies: PyTorch's sum over bags of rows (`embedding_bag`), one kernel, which adds in float32 and always
+in the same order. An empty bag gives zeros, so it also spreads the gradient of the result over the rows, of which some
+are not used.
 
-Queries, keys and values are kept for the backward, nothing else. The backward computes each call again.
-
-A node has a copy in each path that goes through it. The gradient of its key is the sum over its copies. PyTorch's sum
-over bags of rows (`embedding_bag`) is that sum: one kernel, which adds in float32 and always in the same order. An
-empty bag gives zeros, so it also spreads the gradient of the result over the rows, of which some are not used.
-
-Causal attention by PyTorch's public function, for devices other than a CPU. The last row sees all columns.
-
-Attention whose scores are capped: cap · tanh(score / cap), as in Gemma 2.
-
-PyTorch's kernels cannot cap scores, so all scores of a block are computed. It is called block by block, or for plain
-rows. vLLM's kernels cap the scores themselves.
+Capped scores are cap · tanh(score / cap), as in Gemma 2. PyTorch's kernels cannot cap scores, so all scores of a block
+are computed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,26 +32,20 @@ _WIDEST = 256
 def causal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Compute attention in which the last row sees all columns, and each earlier row one less.
+    """(B, heads, Q, width of the values) attention in which the last row sees all columns, each earlier row one less.
 
     Args:
         query: (B, heads, Q, width).
         key, value: (B, heads, K, width), K >= Q. They may have fewer heads.
-
-    Returns:
-        (B, heads, Q, width of the values).
     """
     rows, columns = query.shape[2], key.shape[2]
     shared = query.shape[1] != key.shape[1] and _takes_fewer_key_heads(query, value)
     if not shared:
         key, value = with_all_heads(query, key, value)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    if rows == columns:
-        return attend(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
-    # GPU kernels have this option.
-    return attend(
-        query, key, value, attn_mask=causal_lower_right(rows, columns), scale=scale, enable_gqa=shared
-    )
+    attention = torch.nn.functional.scaled_dot_product_attention
+    attend = partial(attention, query, key, value, scale=scale, enable_gqa=shared)
+    # The kernels of GPUs have the option of the second kind.
+    return attend(is_causal=True) if rows == columns else attend(attn_mask=causal_lower_right(rows, columns))
 
 
 def with_all_heads(
@@ -64,18 +53,13 @@ def with_all_heads(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values with as many heads as the queries."""
     groups = query.shape[1] // key.shape[1]
-    return (
-        (key, value)
-        if groups == 1
-        else (key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
-    )
+    if groups == 1:
+        return key, value
+    return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 
 def _takes_fewer_key_heads(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a fast kernel takes fewer key heads than query heads.
-
-    Where none does, PyTorch makes all scores: T × T numbers.
-    """
+    """Whether a fast kernel takes fewer key heads than query heads. Where none does, PyTorch makes all T × T scores."""
     return query.dtype in _HALF and query.shape[-1] == value.shape[-1] <= _WIDEST
 
 
@@ -113,11 +97,9 @@ class CallOnDevice:
     def parts(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(B, heads, rows or columns, width) queries, keys and values of the paths, from those of the nodes, (T,
-        heads × width).
+        """(B, heads, rows or columns, width) queries, keys and values of the paths, from the nodes' (T, heads × width).
 
-        Args:
-            width: of a head of the queries and keys.
+        `width` is that of a head of the queries and keys.
         """
         of_values = width * value.shape[1] // key.shape[1]
         return (
@@ -136,8 +118,8 @@ class PathAttention:
     """The attention pattern of a pack.
 
     Attributes:
-        order: for each node the place of its result among the used results of all calls; None: they are in the order
-            of the nodes.
+        order: place of each node's result among the used results of all calls; None: they are in the order of the
+            nodes.
     """
 
     calls: tuple[CallOnDevice, ...]
@@ -169,14 +151,11 @@ class PathAttention:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Compute attention.
+        """(1, heads, T, width of the values) attention.
 
         Args:
             query, key, value: (1, heads, T, width). Keys and values may have fewer heads. Values may have another
                 width.
-
-        Returns:
-            (1, heads, T, width of the values).
         """
         return _OverPaths.apply(query, key, value, self, scale)
 
@@ -255,25 +234,20 @@ def capped_attention(
     scale: float,
     cap: float,
 ) -> torch.Tensor:
-    """Compute attention with capped scores.
+    """(B, heads, Q, width of the values) attention with capped scores.
 
     Args:
         query: (B, heads, Q, width).
         key, value: (B, heads, K, width). They may have fewer heads.
-        mask: (…, Q, K) bool, True where a row sees a column. None: the last row sees all columns, each earlier row
-            one less.
+        mask: (…, Q, K) bool, True where a row sees a column. None: the last row sees all columns, each earlier row one
+            less.
         cap: the largest score, before the softmax.
-
-    Returns:
-        (B, heads, Q, width of the values).
     """
-    groups = query.shape[1] // key.shape[1]
-    key, value = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value))
+    key, value = with_all_heads(query, key, value)
     rows, columns = query.shape[2], key.shape[2]
     scores = torch.tanh(query @ key.transpose(-1, -2) * (scale / cap)) * cap
     if mask is None:
         mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
-    shares = scores.masked_fill(~mask, -torch.inf).softmax(
-        -1, dtype=torch.promote_types(scores.dtype, torch.float32)
-    )
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    shares = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=wide)
     return shares.to(value.dtype) @ value

@@ -1,9 +1,7 @@
 """Plans attention over a tree of tokens: by pieces for a CPU, by paths for a GPU.
 
-Plans how attention over a tree of tokens is cut into pieces. Most pieces need no mask; the others are small blocks.
-
-The input is `ends` of `learn/pack.py`. Nodes are in depth-first order, and node i sees node j if and only if
-j <= i < ends[j]. A chain is a run of nodes in which each node is the parent of the next. Therefore:
+Nodes are in depth-first order, and node i sees node j if and only if j <= i < ends[j] (`learn/pack.py`). A chain is a
+run of nodes in which each node is the parent of the next. Therefore:
 
 - Within a chain, attention is plain causal attention. PyTorch's kernel for CPUs computes all pairs of a chain of up
   to 512 nodes, also those that the causal mask hides. There a chain can be cut into blocks, so that fewer such pairs
@@ -13,17 +11,12 @@ j <= i < ends[j]. A chain is a run of nodes in which each node is the parent of 
 - Only a block of several short chains needs a mask. Its size is the block's rows × the few columns that some rows do
   not see.
 
-The number of pieces grows with the number of chains. The total size of all masks grows with the number of nodes.
+A path goes from a root of the tree down to a leaf. Along a path attention is plain causal attention, so many paths are
+one batch: one call of the kernel, without a mask. Padding at the end is hidden by causal attention. A node is a row of
+every path that goes through it, and its result is taken from one of them. Most of the other rows are left out: the rows
+of a call begin where some path of the call first needs a result. Before that there are columns only.
 
-Plans attention over a tree of tokens by its paths, so that a GPU has few kernels to start.
-
-The input is `ends` of `learn/pack.py`. A path goes from a root of the tree down to a leaf. Along a path
-attention is plain causal attention, so many paths are one batch: one call of the kernel, without a mask. Paths are
-padded at the end, where causal attention hides the padding. A node is a row of every path that goes through it, and
-its result is taken from one of them. Most of the other rows are left out: the rows of a call begin where some path of
-the call first needs a result. Before that there are columns only.
-
-Such a plan has few calls, and more rows and columns than the tree has nodes. A plan by pieces has many calls, and
+A plan by paths has few calls, and more rows and columns than the tree has nodes. A plan by pieces has many calls, and
 computes each row once. The choice is made by arithmetic, with the figures below. It needs nothing that is on the
 device.
 """
@@ -84,10 +77,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Blocks that contain every row once, and the columns `above` them.
-
-    Adjacent blocks with the same columns are joined.
-    """
+    """Blocks that contain every row once, and the columns `above` them, joined where adjacent blocks have the same."""
 
     blocks: tuple[Block, ...]
     shared: tuple[Shared, ...]
@@ -98,19 +88,15 @@ def plan_attention(ends: Ints, rows: int = ROWS, chain_rows: int | None = None) 
 
     Args:
         rows: largest number of rows of a block with several chains.
-        chain_rows: a chain of more rows is several blocks, at most sixteen. Each of them sees the blocks before it as
-            columns that need no mask. None: a chain is one block.
+        chain_rows: a chain of more rows is several blocks, at most sixteen, which see the blocks before them as columns
+            that need no mask. None: a chain is one block.
     """
     plan = _joined(_blocks(ends, rows))
     return plan if chain_rows is None else _with_short_chains(plan, chain_rows)
 
 
 def plan_window(size: int, window: int, rows: int = ROWS) -> AttentionPlan:
-    """Plan attention over a text of `size` tokens, each of which sees itself and the `window` − 1 before it.
-
-    Args:
-        rows: number of rows of a block.
-    """
+    """Plan attention over `size` tokens in blocks of `rows`: each token sees itself and the `window` − 1 before it."""
     blocks = []
     for start in range(0, size, rows):
         stop = min(start + rows, size)
@@ -191,10 +177,7 @@ def _blocks(ends: Ints, rows: int) -> Iterator[Block]:
 
 
 def chains_of(ends: Ints) -> Iterator[tuple[int, int, tuple[Run, ...]]]:
-    """Start and stop of each chain, and the ancestors of its first node.
-
-    A chain is as long as possible: it ends in a leaf.
-    """
+    """Start and stop of each chain, and the ancestors of its first node. A chain ends in a leaf."""
     size = len(ends)
     # A node after a leaf begins a chain: its parent is not the node before it.
     starts = [0, *(np.flatnonzero(ends[:-1] == np.arange(1, size)) + 1).tolist()] if size else []
@@ -256,10 +239,7 @@ class PathCall:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """A chain of a plan by pieces, and the path that ends in it:
-
-    `nodes` in all, the first `ancestors` above the chain.
-    """
+    """A chain of a plan by pieces, and the path that ends in it: `nodes`, of which `ancestors` are above the chain."""
 
     path: tuple[Run, ...]
     ancestors: int
@@ -267,10 +247,7 @@ class _Chain:
 
 
 def plan_paths(ends: Ints, blocks: AttentionPlan) -> tuple[PathCall, ...] | None:
-    """Plan attention over the (T,) `ends` of a tree by paths. None: `blocks`, a plan of the same tree, takes less time.
-
-    The memory of each call grows with the number of nodes only.
-    """
+    """Plan attention over the (T,) `ends` of a tree by paths. None: the plan `blocks` of the tree takes less time."""
     chains = sorted(_chains(ends), key=lambda chain: (chain.ancestors, chain.nodes))
     if len(chains) == 1:
         return None
@@ -289,12 +266,8 @@ def microseconds_of(plan: AttentionPlan | Sequence[PathCall]) -> float:
     for block in plan.blocks:
         rows, above, own = block.stop - block.start, size_of(block.above), size_of(block.columns)
         pairs = rows * (above + own / 2) if block.chain else _MASKED_PAIR * rows * (above + own)
-        total += (
-            LAUNCH * (OF_BLOCK if block.chain else OF_MASKED)
-            + ROW * rows
-            + COLUMN * (above + own)
-            + PAIR * pairs
-        )
+        total += LAUNCH * (OF_BLOCK if block.chain else OF_MASKED)
+        total += ROW * rows + COLUMN * (above + own) + PAIR * pairs
     return total
 
 

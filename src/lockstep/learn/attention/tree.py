@@ -1,9 +1,8 @@
 """Attention within a pack, computed only for pairs of tokens that see each other in the tree.
 
-A pack's `ends` come with every call. Every attention layer of the model calls this module through transformers'
-registry of attention functions. The result is that of a dense mask, but the dense mask is never made. Plain rows
-without padding at the front need no dense mask either: they attend causally, and a layer with a window shorter than a
-row attends block by block.
+A pack's `ends` come with every call, through transformers' registry of attention functions. The result is that of a
+dense mask, but the dense mask is never made. Plain rows without padding at the front need no dense mask either: they
+attend causally, and a layer with a window shorter than a row attends block by block.
 """
 
 from __future__ import annotations
@@ -88,9 +87,6 @@ def tree_attention_forward(
 
     Returns:
         (B, T, heads, width), and None in place of the attention weights.
-
-    Raises:
-        InputError: the layer adds something to its attention that a tree cannot contain.
     """
     if tree is None:
         return attend_without_tree(module, query, key, value, attention_mask, **kwargs)
@@ -162,10 +158,7 @@ def _wide(part: torch.Tensor) -> torch.Tensor:
 
 
 def no_mask(device: torch.device) -> torch.Tensor:
-    """The mask argument of a model that gets a `tree`: (1, 1, 0, 0) bool. With it the model makes no mask.
-
-    A layer that used it as a mask would fail, because its shape fits no attention scores.
-    """
+    """(1, 1, 0, 0) bool, with which a model makes no mask. It fits no scores: a layer that used it would fail."""
     return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
 
 
@@ -179,12 +172,9 @@ def window_or_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """A mask function of transformers.
+    """A mask function of transformers: the mask of 'sdpa', except for whole, unpadded rows with a shorter window.
 
-    It returns the mask of 'sdpa', except for whole, unpadded rows with a shorter window.
-
-    For these it returns a (1, 1, 0, window) bool tensor. A layer that used that tensor as a mask would fail, as with
-    `no_mask`.
+    For these it returns a (1, 1, 0, window) bool tensor. A layer that used it as a mask would fail, as with `no_mask`.
     """
     whole = q_length == kv_length and not kwargs.get("q_offset") and not kwargs.get("kv_offset")
     alone = whole and allow_is_causal_skip and attention_mask is None
@@ -211,18 +201,14 @@ def _is_window(mask_function: Callable[..., Any], size: int) -> bool:
 def check_nothing_added(
     module: torch.nn.Module, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> None:
-    """Check that a layer attends by the pack's tree and by nothing else.
-
-    Raises:
-        InputError: the layer has a separate bias or mask, or dropout.
-    """
+    """Refuse a layer whose attention has a separate bias or mask, or dropout, beside the pack's tree."""
     own = "a bias of its own" if kwargs.get("position_bias") is not None else ""
     own = own or ("dropout" if kwargs.get("dropout") else "")
     own = own or ("a mask of its own" if attention_mask is None or attention_mask.numel() else "")
     if own:
         raise InputError(
-            f"{type(module).__name__} gives its attention {own}, which packed sequences cannot be trained with; "
-            "use another model, or set its dropout to 0"
+            f"{type(module).__name__} gives its attention {own}, which packed sequences cannot be trained "
+            "with; use another model, or set its dropout to 0"
         )
 
 

@@ -1,12 +1,7 @@
 """GRPO and the losses of its family: configuration, loss, and entropy bonus.
 
-The papers are arXiv 2402.03300 and those named in `lockstep.algorithms`.
-
-docs/reference/migrating-from-trl.md lists the differences to the papers and to TRL, with reasons.
-
-The entropy bonus has a fixed or an adaptive weight. Its state belongs to one run and is saved in checkpoints.
-
-It uses the entropies of a step's tokens, pack by pack. The loss of GRPO contains it.
+The papers are arXiv 2402.03300 and those named in `lockstep.algorithms`. docs/reference/migrating-from-trl.md lists the
+differences to the papers and to TRL, with reasons.
 """
 
 from __future__ import annotations
@@ -168,8 +163,8 @@ class GRPOConfig(GroupConfig):
         said = None
         if level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
             said = (
-                f"loss_type={loss} sums tokens, which weights each sequence by its completion length; "
-                f"GSPO is loss_type=grpo"
+                f"loss_type={loss} sums tokens, which weights each sequence by its completion length; GSPO "
+                "is loss_type=grpo"
             )
         elif level != "sequence" and loss == "luspo":
             said = "LUSPO's paper has ratios per completion: importance_sampling_level=sequence"
@@ -180,7 +175,7 @@ class GRPOConfig(GroupConfig):
             TRL_LOGGER.warning(said)
 
 
-_NAME = "_bonus"
+_BONUS = "_bonus"
 
 
 class EntropyBonus:
@@ -189,9 +184,6 @@ class EntropyBonus:
     After each step, an adaptive coefficient rises if the step's mean entropy is at or below the target, and falls
     otherwise, within its bounds. It is applied only if the last step's entropy was at or below the target (TRL 1.16's
     controller).
-
-    Attributes:
-        coefficient: the weight, as the last step has left it.
     """
 
     def __init__(self, config: GRPOConfig) -> None:
@@ -210,24 +202,19 @@ class EntropyBonus:
         )
 
     def share(self, entropies: torch.Tensor, kept: torch.Tensor, tally: Tally) -> torch.Tensor:
-        """A pack's share of the bonus; a scalar.
-
-        Args:
-            entropies: (N,) with gradient.
-            kept: (N,) 1 for tokens that the policy learns from, else 0.
-        """
+        """A pack's share of the bonus; a scalar. `kept` is (N,): 1 for tokens that the policy learns from, else 0."""
         learned = entropies * kept
         both = torch.stack([learned.detach().sum(), kept.sum().to(learned.dtype)])
-        tally.later(both, lambda sums: tally.mean(_NAME, float(sums[0]), int(sums[1])))
+        tally.later(both, lambda sums: tally.mean(_BONUS, float(sums[0]), int(sums[1])))
         low = self._last_entropy <= self._config.entropy_target
         coefficient = self.coefficient if low or not self._config.use_adaptive_entropy else 0.0
         return coefficient * learned.sum() / max(self._tokens, 1)
 
     def finish_step(self, tally: Tally) -> float:
         """Update the coefficient with the step's entropies over all ranks, and return it."""
-        config, tokens = self._config, tally.count(_NAME)
+        config, tokens = self._config, tally.count(_BONUS)
         if config.use_adaptive_entropy and tokens:
-            self._last_entropy = tally.total(_NAME) / tokens
+            self._last_entropy = tally.total(_BONUS) / tokens
             up = self._last_entropy <= config.entropy_target
             moved = self.coefficient + (config.entropy_coef_delta if up else -config.entropy_coef_delta)
             self.coefficient = min(max(moved, config.entropy_coef_min), config.entropy_coef_max)
@@ -312,24 +299,17 @@ class GRPOObjective(Objective[GRPOConfig]):
 
     def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
         config = self.config
-        ratios = importance_ratios(
-            batch.logps, batch.old_logps, batch.segments, config.importance_sampling_level
-        )
+        level = config.importance_sampling_level
+        ratios = importance_ratios(batch.logps, batch.old_logps, batch.segments, level)
         correction, kept = self.correction(batch), batch.kept()
         token = self._policy_loss(batch, ratios, correction, tally)
         if config.loss_type in _CLIPPED:
-            note_clipping(batch, token, tally, by_sequence=config.importance_sampling_level == "sequence")
+            note_clipping(batch, token, tally, by_sequence=level == "sequence")
         loss = token.loss * kept
         if config.off_policy_mask_threshold is not None:
-            # This includes both the numerical difference between engine and trainer and the change of the policy
-            # since sampling.
-            loss = loss * off_policy_mask(
-                batch.logps,
-                batch.behaviour_logps,
-                batch.advantages,
-                batch.segments,
-                config.off_policy_mask_threshold,
-            )
+            # It includes the difference between engine and trainer, and the change of the policy since sampling.
+            columns = batch.logps, batch.behaviour_logps, batch.advantages
+            loss = loss * off_policy_mask(*columns, batch.segments, config.off_policy_mask_threshold)
         if correction is not None and config.loss_type != "vespo":
             loss = loss * correction
         if self.uses_reference:
@@ -348,24 +328,21 @@ class GRPOObjective(Objective[GRPOConfig]):
         self, batch: TokenBatch, ratios: torch.Tensor, correction: torch.Tensor | None, tally: Tally
     ) -> TokenLoss:
         config = self.config
+        advantages = batch.advantages
         if config.loss_type in _CLIPPED:
-            return clipped_policy_loss(
-                ratios, batch.advantages, config.epsilon, config.clip_high, config.delta
-            )
+            return clipped_policy_loss(ratios, advantages, config.epsilon, config.clip_high, config.delta)
         if config.loss_type == "cispo":
-            token = cispo_loss(ratios, batch.logps, batch.advantages, config.clip_high)
+            token = cispo_loss(ratios, batch.logps, advantages, config.clip_high)
             clipped = token.high_clipped.float()
             of_completions = config.importance_sampling_level == "sequence"
             tally.mean("cispo_clip_ratio", batch.segments.means(clipped) if of_completions else clipped)
             return token
         if config.loss_type == "sapo":
-            return sapo_loss(
-                ratios, batch.advantages, config.sapo_temperature_pos, config.sapo_temperature_neg
-            )
+            return sapo_loss(ratios, advantages, config.sapo_temperature_pos, config.sapo_temperature_neg)
         token, phi = vespo_loss(
             batch.logps,
             batch.old_logps,
-            batch.advantages,
+            advantages,
             batch.segments,
             correction,
             config.vespo_k_pos,

@@ -1,8 +1,7 @@
 """The interface of a method: advantages of scored rollouts, the weight of each token, and the loss of a pack.
 
-Scored groups come in, and the packs after their forward. Each method is one subclass. An objective does not depend on
-the engine, on how sequences are packed, or on the number of ranks. A loss notes its figures in a tally. The tallies of
-packs and ranks are added to one per optimizer step.
+Each method is one subclass. An objective does not depend on the engine, on how sequences are packed, or on the number
+of ranks. A loss notes its figures in a tally. The tallies of packs and ranks are added to one per optimizer step.
 """
 
 from __future__ import annotations
@@ -100,8 +99,7 @@ class TokenBatch:
 
 
 class Tally:
-    """Figures of an optimizer step, collected in parts over packs and ranks: named means (as sum and count), minima
-    and maxima.
+    """Figures of an optimizer step, added up over packs and ranks: named means (as sum and count), minima and maxima.
 
     Values on another device are read together, when the first figure is asked for.
     """
@@ -113,13 +111,7 @@ class Tally:
         self._later: list[tuple[torch.Tensor, Use]] = []
 
     def later(self, values: torch.Tensor, use: Use) -> None:
-        """Call a function with float64 values on the host: now, or for values on another device before a figure is
-        read.
-
-        Args:
-            values: any shape.
-            use: gets a NumPy array of the same shape.
-        """
+        """Call a function with float64 values on the host: now, or for another device before a figure is read."""
         values = values.detach().double()
         if values.device.type == "cpu":
             use(values.numpy())
@@ -170,17 +162,11 @@ class Tally:
         return self._sums.get(name, [0.0, 0.0])[1]
 
     def figures(self) -> dict[str, float]:
-        """Every mean and extreme to log, by name.
-
-        Means of nothing are left out, and so are names that begin with `_`.
-        """
+        """Every mean and extreme to log, by name, without means of nothing and names that begin with `_`."""
         self._settle()
         means = {name: total / count for name, (total, count) in self._sums.items() if count}
-        return {
-            name: value
-            for name, value in (means | self._lows | self._highs).items()
-            if not name.startswith("_")
-        }
+        found = means | self._lows | self._highs
+        return {name: value for name, value in found.items() if not name.startswith("_")}
 
     def add(self, data: dict[str, Any]) -> None:
         """Add the content of another tally, as its `data` returns it."""
@@ -229,9 +215,7 @@ class Objective(ABC, Generic[Config]):
 
     @property
     def scores_first(self) -> bool:
-        """Whether the policy must score rollouts before they are split into steps, because advantages or masks need
-        the scores.
-        """
+        """Whether the policy must score rollouts before they are split into steps, for advantages or masks."""
         return self.kl_in_reward
 
     @abstractmethod
@@ -273,9 +257,7 @@ class Objective(ABC, Generic[Config]):
         )
 
     def is_masked(self, rollout: Rollout) -> bool:
-        """Whether a rollout is left out of the loss: it failed, or the length limit cut it and the config masks such
-        rollouts.
-        """
+        """Whether a rollout is left out of the loss: it failed, or it was cut and the config masks such rollouts."""
         masks = getattr(self.config, "mask_truncated_completions", False)
         return rollout.failed is not None or (masks and rollout.finish_reason == "length")
 
@@ -305,9 +287,7 @@ class Objective(ABC, Generic[Config]):
         """Continue from a checkpoint's state."""
 
     def correction(self, batch: TokenBatch) -> torch.Tensor | None:
-        """(N,) importance weights for the difference between engine and trainer, after the gap has passed; None if
-        off.
-        """
+        """(N,) importance weights for the difference between engine and trainer; None if off."""
         config = self.config
         if not config.vllm_importance_sampling_correction:
             return None
@@ -329,26 +309,18 @@ def scores_by_function(
     In float64, because in float32 a group with equal scores could get a tiny advantage from rounding.
     """
     names = list(groups[0].rollouts[0].scores)
-    nan = float("nan")
-    scores = [
-        torch.tensor(
-            [
-                [nan if (score := r.scores[n]) is None else float(score) for n in names]
-                for r in group.rollouts
-            ],
-            dtype=torch.float64,
-        )
-        for group in groups
-    ]
+
+    def of_rollout(rollout: Rollout) -> list[float]:
+        return [math.nan if (score := rollout.scores[name]) is None else float(score) for name in names]
+
+    scores = [torch.tensor([*map(of_rollout, g.rollouts)], dtype=torch.float64) for g in groups]
     given = list(weights) if weights is not None else []
     # The scores of environments stand behind those of the functions, and have weight 1.
     return scores, torch.tensor([*given, *([1.0] * (len(names) - len(given)))])
 
 
 def clipped_tokens(objective: Objective[Any], batch: TokenBatch, tally: Tally) -> torch.Tensor:
-    """(N,) PPO's clipped loss with one ratio per token and the importance correction, for methods with advantages per
-    token.
-    """
+    """(N,) PPO's clipped loss with one ratio per token and the importance correction, for advantages per token."""
     ratios = importance_ratios(batch.logps, batch.old_logps, batch.segments, "token")
     token = clipped_policy_loss(
         ratios, batch.advantages, objective.config.epsilon, objective.config.clip_high
@@ -368,22 +340,14 @@ def with_one_advantage(
 
 @torch.no_grad()
 def note_clipping(batch: TokenBatch, token: TokenLoss, tally: Tally, *, by_sequence: bool = False) -> None:
-    """Log how much was clipped, under TRL's names.
-
-    Args:
-        by_sequence: whether the means are over completions, each with one ratio, instead of over tokens.
-    """
+    """Log how much was clipped, under TRL's names; `by_sequence` in means over completions, each with one ratio."""
     lengths = np.array(batch.pack.sizes)
 
     def note(counts: np.ndarray[Any, np.dtype[np.float64]]) -> None:
         low, high = means = counts / np.maximum(lengths, 1)
         sums, count = (means.sum(1), len(lengths)) if by_sequence else (counts.sum(1), int(lengths.sum()))
-        for name, total in (
-            ("low_mean", sums[0]),
-            ("high_mean", sums[1]),
-            ("region_mean", sums[0] + sums[1]),
-        ):
-            tally.mean(f"clip_ratio/{name}", float(total), count)
+        for name, total in {"low": sums[0], "high": sums[1], "region": sums[0] + sums[1]}.items():
+            tally.mean(f"clip_ratio/{name}_mean", float(total), count)
         tally.low("clip_ratio/low_min", float(low.min()))
         tally.high("clip_ratio/high_max", float(high.max()))
 

@@ -161,14 +161,8 @@ class OnlineDPOObjective(Objective[OnlineDPOConfig]):
         # proof allows.
         policy, reference = batch.segments.sums(batch.logps.double()), batch.segments.sums(ref_logps.double())
         chosen, rejected = _pairs(batch.rollouts)
-        losses = preference_loss(
-            policy[chosen],
-            policy[rejected],
-            reference[chosen],
-            reference[rejected],
-            beta,
-            self.config.loss_type,
-        )
+        pairs = policy[chosen], policy[rejected], reference[chosen], reference[rejected]
+        losses = preference_loss(*pairs, beta, self.config.loss_type)
         with torch.no_grad():
             gains = beta * (policy - reference)
             margins = gains[chosen] - gains[rejected]

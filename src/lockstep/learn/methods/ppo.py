@@ -77,9 +77,8 @@ class PPOObjective(Objective[PPOConfig]):
         segments = Segments(lengths)
         token_rewards = torch.zeros(int(lengths.sum()), dtype=torch.float64)
         if self.uses_reference:
-            token_rewards = -config.beta * k1(
-                *(column(sequences, name, torch.float64) for name in ("old_logps", "ref_logps"))
-            )
+            logps = (column(sequences, name, torch.float64) for name in ("old_logps", "ref_logps"))
+            token_rewards = -config.beta * k1(*logps)
         written = lengths > 0
         token_rewards[(lengths.cumsum(0) - 1)[written]] += rewards.nan_to_num(0.0)[written]
         advantages, returns = generalised_advantages(
@@ -89,10 +88,9 @@ class PPOObjective(Objective[PPOConfig]):
         learned = segments.spread((~rewards.isnan() & ~masked).float()) > 0
         advantages = torch.where(learned, whiten(advantages, learned), 0.0)
         found = (reals(advantages.numpy()), reals(returns.numpy()), flags(learned.numpy()))
-        columns = zip(*(cut(x, lengths.numpy()) for x in found), strict=True)
-        return [
-            s.but(advantages=a, returns=r, kept=k) for s, (a, r, k) in zip(sequences, columns, strict=True)
-        ]
+        columns = (cut(values, lengths.numpy()) for values in found)
+        own = zip(sequences, *columns, strict=True)
+        return [s.but(advantages=a, returns=r, kept=k) for s, a, r, k in own]
 
     def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         return token_weights(lengths, "dapo", self.config.max_completion_length)

@@ -1,5 +1,4 @@
-"""REINFORCE++ (arXiv 2501.03262): no critic and no groups, one normalisation for the whole generation; optionally a
-group baseline.
+"""REINFORCE++ (arXiv 2501.03262): no critic, one normalisation for the whole generation, and perhaps a group baseline.
 
 Without a baseline, a token's advantage is the sum of the rewards that follow it: the completion's reward at its end,
 minus the KL to the reference model at every token. With `baseline="group"` the group's mean is first subtracted from

@@ -29,8 +29,8 @@ from lockstep.config.run import OnlineConfig
 from lockstep.errors import InputError, writing
 from lockstep.files import as_json, free_name, publish_folder, replace_text, replacing, set_aside, sync_folder
 from lockstep.learn.methods.objective import Objective
-from lockstep.learn.policy import FILE as REFERENCE
-from lockstep.learn.policy import Reference
+from lockstep.learn.policy_and_reference import FILE as REFERENCE
+from lockstep.learn.policy_and_reference import Reference
 from lockstep.report.page.run_record import (
     ABOUT,
     AFTER,

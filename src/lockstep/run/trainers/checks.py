@@ -29,7 +29,7 @@ from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import COLUMNS, has_images
 from lockstep.images.urls import ImageUrls
 from lockstep.learn.experts import check_routers, has_routers
-from lockstep.learn.policy import OpenedPolicy
+from lockstep.learn.policy_and_reference import OpenedPolicy
 from lockstep.learn.scoring import check_scorable, why_plain_rows
 from lockstep.model_files import load_files
 from lockstep.models.adapters import causal_model, is_adapted
@@ -191,7 +191,7 @@ def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, b
     `datasets` may be None; `in_use` says of each feature that is not supported with pictures whether the run uses it.
     """
     for name, data in datasets.items():
-        if not has_pictures(data):
+        if not shows_pictures(data):
             continue
         if not _may_read_pictures(model):
             if columns := set(COLUMNS) & set(data.column_names):
@@ -224,7 +224,7 @@ def image_prompts(
     cannot show them, a tool that gives one gives an error to the model, and an agent gets an error.
     """
     model, arguments = causal_model(opened.model), args.template_arguments
-    in_data = any(map(has_pictures, datasets.values()))
+    in_data = any(map(shows_pictures, datasets.values()))
     if not reads_pictures(model.config) or not (in_data or acting):
         return None
     try:
@@ -239,8 +239,8 @@ def image_prompts(
         return None
 
 
-def has_pictures(data: Any) -> bool:
-    """Whether a dataset has a column of pictures, or messages with image parts."""
+def shows_pictures(data: Any) -> bool:
+    """Whether the prompts of a dataset show pictures: in columns of their own, or in parts of messages."""
     if data is None:
         return False
     if set(COLUMNS) & set(data.column_names):

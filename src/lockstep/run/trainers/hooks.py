@@ -18,7 +18,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from lockstep.definitions.optimizer import OptimizerFields
 from lockstep.learn.filters import IdRules
-from lockstep.learn.policy import Reference
+from lockstep.learn.policy_and_reference import Reference
 from lockstep.learn.update import Policy
 from lockstep.models.adapters import causal_model
 from lockstep.report.live import About, LiveView, LogLines

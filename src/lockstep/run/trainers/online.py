@@ -34,7 +34,7 @@ from lockstep.learn.generation import Preparation
 from lockstep.learn.memory import RunModels, check_memory
 from lockstep.learn.methods.objective import Objective
 from lockstep.learn.moving_share import check_steps_move
-from lockstep.learn.policy import Reference, open_policy
+from lockstep.learn.policy_and_reference import Reference, open_policy
 from lockstep.learn.ranks import leave_unwrapped
 from lockstep.learn.scoring import check_scorable
 from lockstep.models.adapters import causal_model

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lockstep.config.run import OnlineConfig
 from lockstep.errors import InputError
-from lockstep.learn.policy import Reference
+from lockstep.learn.policy_and_reference import Reference
 from lockstep.learn.scoring import plays_learning
 from lockstep.models.adapters import causal_model
 from lockstep.models.parameters import expert_names

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, Trainer
 from lockstep.config.checks import check_number
 from lockstep.errors import InputError
 from lockstep.learn.methods.objective import Objective
-from lockstep.learn.policy import Reference
+from lockstep.learn.policy_and_reference import Reference
 from lockstep.models.policy import first_line, reads_pictures
 from lockstep.models.reward_model import RewardModel
 from lockstep.rollouts.ranks import Ranks

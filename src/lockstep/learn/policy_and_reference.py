@@ -1,13 +1,7 @@
-"""The models of a run: the policy with its tokenizer, and the reference model.
+"""The models of a run: the policy with its tokenizer, opened for engine and trainer, and the reference model.
 
-Opens the policy and its tokenizer, so that an engine can sample from the policy and the trainer can train it.
-
-The trainer's constructor gives a loaded model or a name.
-
-The reference model: a copy of the initial policy, which may follow the policy slowly, or the base model under an
-adapter.
-
-It is made from the policy before training. Every generation is scored with it once.
+The reference model is a copy of the initial policy, which may follow the policy slowly, or the base model under an
+adapter. Every generation is scored with it once.
 """
 
 from __future__ import annotations
@@ -71,10 +65,8 @@ def open_policy(
         quantization_config: loads the base weights in 4 bits (QLoRA). It may also be part of `args.model_init_kwargs`.
 
     Raises:
-        InputError: the model or its tokenizer cannot be loaded; they do not fit each other; the adapter cannot be
-            sent to any engine; weights are NaN or infinite; the tokenizer's ids do not allow the interruption of
-            thinking that `args` sets; `args` freeze a vision tower that is not there, or keep dropout on and there is
-            some; or FlexAttention is selected and does not run here.
+        InputError: model and tokenizer cannot be loaded or do not fit each other, the adapter cannot be sent to any
+            engine, weights are NaN or infinite, or a setting of `args` does not fit the model.
         ProofError: FlexAttention is selected, and its results differ from SDPA's.
     """
     path = resolve_model(model if isinstance(model, str) else model.config.name_or_path)
@@ -103,8 +95,7 @@ def open_policy(
     if not args.disable_dropout and (found := modules_with_dropout(policy)):
         raise InputError(
             f"disable_dropout=False: {found[0]} has dropout, and the policy that is trained must be the one "
-            f"that sampled; leave "
-            "disable_dropout out"
+            "that sampled; leave disable_dropout out"
         )
     switch_off_dropout(policy)
     _adopt_attention(causal_model(policy), args)
@@ -114,11 +105,7 @@ def open_policy(
 
 
 def _freeze_vision_tower(policy: PreTrainedModel) -> None:
-    """Train nothing of the vision tower and its projector, also no adapter in them.
-
-    Raises:
-        InputError: there is no vision tower, or nothing else to train.
-    """
+    """Train nothing of the vision tower and its projector, also no adapter in them."""
     parts = vision_parts(causal_model(policy))
     if not parts:
         raise InputError(
@@ -128,9 +115,8 @@ def _freeze_vision_tower(policy: PreTrainedModel) -> None:
         part.requires_grad_(False)
     if not any(p.requires_grad for p in policy.parameters()):
         raise InputError(
-            "freeze_vision_tower leaves nothing to train: the adapter is in the vision tower alone; leave it "
-            "out, or give "
-            "peft_config modules of the language part"
+            "freeze_vision_tower leaves nothing to train: the adapter is in the vision tower alone; leave "
+            "it out, or give peft_config modules of the language part"
         )
 
 
@@ -148,9 +134,8 @@ def _tell_of_flash(asked: str, args: OnlineConfig) -> None:
     if args.process_index == 0:
         advice = "" if args.device.type == "cpu" else "; flex_attention is the fast one for them on a GPU"
         _logger.warning(
-            f"attn_implementation={asked} becomes sdpa, which computes the same attention: completions share "
-            f"their prompt "
-            f"in a pack, and FlashAttention has no mask for that{advice}"
+            f"attn_implementation={asked} becomes sdpa, which computes the same attention: completions "
+            f"share their prompt in a pack, and FlashAttention has no mask for that{advice}"
         )
 
 
@@ -180,7 +165,7 @@ class Reference:
     Args:
         policy: the model to train. If it has an adapter, the reference is the model without the adapter and needs no
             memory.
-        given: another model to use. It was checked.
+        given: another model to use, already checked.
 
     Raises:
         InputError: the policy's adapter cannot be switched off, or the base model is not the initial policy.
@@ -214,9 +199,7 @@ class Reference:
 
     @property
     def own_weights(self) -> dict[str, torch.Tensor]:
-        """The weights of a separate reference model, by name; empty if the reference is the policy without its
-        adapter.
-        """
+        """The weights of a separate reference model, by name; empty if there is none."""
         return {f"reference.{n}": p for n, p in self._own.named_parameters()} if self._own is not None else {}
 
     def to(self, device: torch.device) -> None:
@@ -245,11 +228,7 @@ class Reference:
 
 @torch.no_grad()
 def _check_base_is_reference(policy: PreTrainedModel) -> None:
-    """Check that the model without its adapter is the initial policy, and that training does not change it.
-
-    Raises:
-        InputError: the adapter has been trained already, its output is not zero, or base weights are trained too.
-    """
+    """Check that the model without its adapter is the initial policy, and that training does not change it."""
     inner = causal_model(policy)
     base = [
         name
@@ -259,8 +238,7 @@ def _check_base_is_reference(policy: PreTrainedModel) -> None:
     if base:
         raise InputError(
             f"{base[0]} is trained beside the adapter, so that the model without its adapter would not stay "
-            f"the reference; use "
-            "bias='none', or give ref_model"
+            "the reference; use bias='none', or give ref_model"
         )
     probe = torch.arange(8, device=inner.device)[None] % inner.get_input_embeddings().weight.shape[0]
     with without_adapter(policy):
@@ -269,7 +247,6 @@ def _check_base_is_reference(policy: PreTrainedModel) -> None:
     if REFERENCE not in policy.peft_config and not torch.allclose(before, now, rtol=1e-3, atol=1e-3):
         raise InputError(
             "the adapter is not at its start (it has been trained, or init_lora_weights moves the base), so "
-            "that the model without "
-            f"it is not the policy that training begins from; give ref_model, or a frozen copy of the adapter "
-            f"named {REFERENCE!r}"
+            "that the model without it is not the policy that training begins from; give ref_model, or a "
+            f"frozen copy of the adapter named {REFERENCE!r}"
         )
