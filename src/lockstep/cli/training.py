@@ -26,7 +26,7 @@ from lockstep.cli.fields import (
     Given,
     adapter_arguments,
     build,
-    check_adapter,
+    check_effect,
     check_inputs,
     check_sizes,
     factory_names,
@@ -94,7 +94,7 @@ def train(command: str, words: list[str]) -> int:
     """
     given = read(words, command)
     about = said_of(given, AdaptedRunArguments)
-    check_adapter(about)
+    check_effect(about)
     check_sizes(about)
     if not given.dry_run:
         check_inputs(about)
@@ -229,6 +229,7 @@ def evaluate(words: list[str]) -> int:
     """
     given = read(words, "evaluate")
     about = said_of(given, AdaptedRunArguments)
+    check_effect(about)
     check_sizes(about)
     if not given.dry_run:
         check_inputs(about)

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from lockstep.config.checks import check_installed
 from lockstep.config.contradictions import check_adapter
+from lockstep.config.effect import Run, say_without_effect, set_fields
 from lockstep.config.fields import AgentFunction
 from lockstep.config.run import OnlineConfig
 from lockstep.config.sampling import sampling_of
@@ -79,6 +80,7 @@ from lockstep.run.trainers.checks import (
     check_reference_model,
     context_within,
     image_prompts,
+    may_read_pictures,
     needs_plain_rows,
     parts_of_processor,
     refuse_arguments,
@@ -184,6 +186,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         check_adapter(peft_config)
         check_installed([args.report_to] if isinstance(args.report_to, str) else args.report_to or ())
         self._meet_ranks()
+        acts = bool(tools) or environment_factory is not None
+        given = Run(acts, agent is not None, may_read_pictures(model), eval_dataset is not None)
+        say_without_effect(args, set_fields(args), given, owner=self.ranks.owner)
         data = self._read_data(train_dataset, eval_dataset, environment_factory, model)
         self._has_environments = environment_factory is not None
         self._given = {
