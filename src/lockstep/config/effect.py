@@ -95,7 +95,7 @@ CONDITIONS = {
         "without servers (vllm_mode=server, or vllm_server_base_url)", lambda c: c.vllm_mode == "server"
     ),
     "server_without_url": Condition(
-        "without vllm_mode=server, and with vllm_server_base_url or vllm_server_url_file",
+        "unless vllm_mode is server, without vllm_server_base_url and vllm_server_url_file",
         lambda c: c.vllm_mode == "server" and not (c.vllm_server_base_url or c.vllm_server_url_file),
     ),
     "correction": Condition(
@@ -113,7 +113,9 @@ CONDITIONS = {
     ),
     "clip": Condition(f"without loss_type {', '.join(_CLIPPED)}", _loss(*_CLIPPED)),
     "upper_clip": Condition(
-        f"without loss_type {', '.join((*_CLIPPED, 'cispo'))}", _loss(*_CLIPPED, "cispo")
+        f"without loss_type {', '.join((*_CLIPPED, 'cispo'))}",
+        # A config that was made has the value of `epsilon`.
+        lambda c: _loss(*_CLIPPED, "cispo")(c) or c.epsilon_high == c.epsilon,
     ),
     "sapo": Condition("without loss_type sapo", _loss("sapo")),
     "vespo": Condition("without loss_type vespo", _loss("vespo")),
@@ -150,8 +152,8 @@ CONDITIONS = {
     "processes": Condition("with one process", lambda c: c.world_size > 1),
     "peft": Condition("without use_peft", lambda c: c.use_peft, "set use_peft"),
     "four_bits": Condition("without load_in_4bit", lambda c: c.load_in_4bit, "set load_in_4bit"),
-    "subsets": Condition("with this dataset_name", _has_subsets),
-    "splits": Condition("with this dataset_name", lambda c: not _is_made(c)),
+    "subsets": Condition("with calculator, dots, a file or a directory", _has_subsets),
+    "splits": Condition("with built-in problems", lambda c: not _is_made(c)),
     "drawn_rows": Condition(
         "without eval_size, or with dataset_test_split",
         lambda c: (c.eval_size > 0 and c.dataset_test_split is None) or _is_made(c),

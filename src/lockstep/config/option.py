@@ -32,6 +32,9 @@ INSTEAD = {
         "{dtype: …} how the "
         "trained weights are held",
     ),
+    "attn_implementation": "model_init_kwargs: {attn_implementation: …} has it",
+    "vllm_device": "vLLM takes the trainer's device; with vllm_mode=server it has devices of its own",
+    "version": "'lockstep --version' prints it",
     "overlap_rewards": "it was removed; max_staleness has its purpose: a server samples later generations "
     "while rewards are "
     "computed",

@@ -15,6 +15,7 @@ Defaults depend on the machine: its fast dtype, and the number of positions that
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 from dataclasses import dataclass
@@ -345,7 +346,11 @@ class OnlineConfig(
     def __post_init__(self) -> None:
         # transformers replaces None by a value of its own.
         self.asks_for_progress_bar = self.disable_tqdm is False
+        if self.report_to is None:  # type: ignore[has-type]
+            self.report_to = "none"
         check_fields(self)
+        if isinstance(self.fsdp_config, str) and self.fsdp_config.startswith("{"):  # type: ignore[has-type]
+            self.fsdp_config = json.loads(self.fsdp_config)  # type: ignore[has-type]
         named = set_fields(self)
         dropped = self.drop_what_has_no_effect()
         by_metric = (
@@ -356,6 +361,9 @@ class OnlineConfig(
             # little.
             self.metric_for_best_model = "reward"
         take_launcher(self, os.environ)
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            # accelerate would ask for the group of processes that it names.
+            self.ddp_backend = None
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_fast_bf16()
         take_device(self, os.environ)

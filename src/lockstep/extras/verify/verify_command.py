@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli.fields import AdaptedRunArguments, build, check_effect, check_model, read, resolved, said_of
+from lockstep.cli.fields import AdaptedRunArguments, build, check_model, read, resolved, said_of
 from lockstep.cli.help import underscored
 from lockstep.cli.output import libraries_aside, quiet_libraries
 from lockstep.config.option import option
@@ -67,7 +67,6 @@ def run(words: list[str]) -> int:
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
     given = read([*_with_dtype(words), *sizes], "verify")
     asked = said_of(given, VerifyArguments)
-    check_effect(asked)
     if not given.dry_run:
         if asked.dtype is not None and not any(word.startswith("--dtype") for word in words):
             raise InputError("give dtype on the command line; in a file it is bf16 and engine_dtype")

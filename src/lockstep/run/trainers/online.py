@@ -21,7 +21,7 @@ from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
-from lockstep.config.checks import check_installed
+from lockstep.config.checks import check_fields, check_installed
 from lockstep.config.contradictions import check_adapter
 from lockstep.config.effect import Run, say_without_effect, set_fields
 from lockstep.config.fields import AgentFunction
@@ -536,6 +536,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             LockstepError: the trainer is closed.
         """
         check_open(self._is_closed)
+        check_fields(self.config, again=True)
         check_gpu(self.args.use_liger_kernel, use_cpu=self.args.use_cpu)
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
