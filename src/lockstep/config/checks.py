@@ -115,9 +115,10 @@ def _kinds(config_class: type) -> dict[str, frozenset[str]]:
     hints, found = get_type_hints(config_class), {}
     for field in fields(config_class):
         kinds = set(_members(hints[field.name])) | _WIDER.get(field.name, set())
-        if field.default is None:
+        # The parser of transformers gives None for what the command line leaves out.
+        if field.default is None or len(kinds) > 1:
             kinds.add("NoneType")
-        if "Any" not in kinds:
+        if "Any" not in kinds and kinds & _SAID.keys():
             found[field.name] = frozenset(kinds)
     return found
 
