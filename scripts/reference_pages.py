@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from lockstep.cli.describe import as_text, describe
 from lockstep.cli.help import FIELDS_FILE, grouped
+from lockstep.config.effect import without_effect
 from lockstep.config.option import OTHERS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,6 +142,8 @@ def _field_row(name: str, by_command: dict[str, dict[str, Any]], commands: list[
     own = ", ".join(f"`{command}`" for command in by_command if command not in beside)
     used = "" if len(by_command) == len(commands) else f" [{own}]"
     does = entries[0]["help"].replace("<", "&lt;").replace("\n", " ")
+    if conditions := entries[0].get("only_with"):
+        does += f" No effect {without_effect(conditions)}."
     return _wrapped(f"- `{name}` ({kind}{shown}): {does}{used}")
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,3 +119,37 @@ def test_scale_rewards_takes_trls_older_values(given: Any, meant: str) -> None:
 )
 def test_where_an_evaluation_decides_it_is_by_its_reward(fields: dict[str, Any]) -> None:
     assert config(**fields).metric_for_best_model == "reward"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"bf16": "false"}, "bf16='false'; it must be true or false"),
+        ({"use_vllm": "false"}, "use_vllm='false'; it must be true or false"),
+        ({"num_generations": 2.0}, "num_generations=2.0; it must be a whole number"),
+        ({"seed": 1.5}, "seed=1.5; it must be a whole number"),
+        ({"seed": None}, "seed=None; it must be a whole number"),
+        ({"max_completion_length": True}, "max_completion_length=True; it must be a whole number"),
+        ({"optim": 3}, "optim=3; it must be text"),
+        ({"image_urls": "https://a"}, "image_urls='https://a'; it must be a list"),
+    ],
+)
+def test_every_field_is_checked_by_its_declared_type(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        config(**fields)
+
+
+def test_numpys_numbers_and_paths_are_taken() -> None:
+    found = config(
+        num_generations=np.int64(4), learning_rate=np.float64(0.5), shuffle_dataset=np.bool_(False)
+    )
+    assert type(found.num_generations) is int
+    assert found.learning_rate == 0.5
+    assert found.shuffle_dataset is False
+    assert GRPOConfig(output_dir=Path("x")).output_dir == "x"  # type: ignore[arg-type]
+    assert config(report_to=None).report_to == []
+
+
+def test_the_settings_of_sharding_may_be_a_mapping_in_json() -> None:
+    found = config(fsdp="true", fsdp_config='{"fsdp_version": 2}')
+    assert found.shards is not None

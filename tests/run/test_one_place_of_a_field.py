@@ -114,7 +114,7 @@ def test_the_command_line_refuses_what_it_cannot_be(
 def test_a_config_refuses_what_is_out_of_bounds_also_where_the_field_is_declared_again(kind: type) -> None:
     for fields, said in (
         ({"owls": 10}, "owls=10; it must be at least 1 and at most 9"),
-        ({"owls": "many"}, "owls='many'; it must be a number"),
+        ({"owls": "many"}, "owls='many'; it must be a whole number"),
         ({"owl_ages": [3, 0]}, "owl_ages=0; it must be at least 1"),
         ({"owl_weight": float("nan")}, "owl_weight=nan; it must be a finite number"),
         ({"owl_patience": float("inf")}, "owl_patience=inf; it must be a finite number"),

@@ -28,6 +28,7 @@ import yaml
 
 from lockstep.cli.help import check_names, check_words, fields_of, read_file, recipe_file, underscored
 from lockstep.config.checks import check_bounds
+from lockstep.config.effect import say_without_effect, set_fields
 from lockstep.config.option import COUNT, SEED, Bounds, option
 from lockstep.config.table import with_key
 from lockstep.errors import InputError, one_line
@@ -60,8 +61,9 @@ class RunArguments:
         "Kind of arithmetic problems, reasoning-gym data set, or hub configuration.",
         group="data",
         common=True,
+        only_with="subsets",
     )
-    dataset_train_split: str = option("train", "Split to train on.", group="data")
+    dataset_train_split: str = option("train", "Split to train on.", group="data", only_with="splits")
     dataset_test_split: str | None = option(
         None, "Split to evaluate on. Default: eval_size rows held out of the training split.", group="data"
     )
@@ -74,7 +76,9 @@ class RunArguments:
     eval_size: int = option(
         0, "Held-out problems; 0: no evaluation.", group="data", common=True, bounds=Bounds(0)
     )
-    dataset_seed: int = option(0, "Seed of the problems and of what is held out.", group="data", bounds=SEED)
+    dataset_seed: int = option(
+        0, "Seed of the problems and of what is held out.", group="data", bounds=SEED, only_with="drawn_rows"
+    )
     reward_funcs: list[str] | None = option(
         None,
         "accuracy, format, length, exact_match, reasoning_gym, soft_overlong(MAX,CACHE), file.py:function, "
@@ -267,48 +271,52 @@ class AdaptedRunArguments(RunArguments):
     """A run's model, data and reward, and the adapter that is trained instead of all weights."""
 
     use_peft: bool = option(False, "Train a LoRA adapter on the frozen model.", group="adapter", common=True)
-    lora_r: int = option(16, "Rank of the adapter's matrices.", group="adapter", common=True, bounds=COUNT)
-    lora_alpha: int = option(32, "The adapter counts alpha / r times.", group="adapter", bounds=COUNT)
+    lora_r: int = option(
+        16, "Rank of the adapter's matrices.", group="adapter", common=True, bounds=COUNT, only_with="peft"
+    )
+    lora_alpha: int = option(
+        32, "The adapter counts alpha / r times.", group="adapter", bounds=COUNT, only_with="peft"
+    )
     lora_dropout: float = option(
         0.0,
         "Kept with the adapter, and off in training: the engine has none.",
         group="adapter",
         bounds=Bounds(0, 1),
+        only_with="peft",
     )
     lora_target_modules: list[str] | None = option(
-        None, "Layers that get it, or all-linear. Default: PEFT's for the model.", group="adapter"
+        None,
+        "Layers that get it, or all-linear. Default: PEFT's for the model.",
+        group="adapter",
+        only_with="peft",
     )
     lora_modules_to_save: list[str] | None = option(
-        None, "Modules trained as a whole beside it.", group="adapter"
+        None, "Modules trained as a whole beside it.", group="adapter", only_with="peft"
     )
-    use_rslora: bool = option(False, "Count it alpha / √r times (rsLoRA).", group="adapter")
-    use_dora: bool = option(False, "Train magnitudes beside it (DoRA).", group="adapter")
-    load_in_4bit: bool = option(False, "Hold the frozen weights in 4 bits (QLoRA).", group="adapter")
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "Kind of 4 bits.", group="adapter")
-    use_bnb_nested_quant: bool = option(False, "Quantise their scales too.", group="adapter")
+    use_rslora: bool = option(False, "Count it alpha / √r times (rsLoRA).", group="adapter", only_with="peft")
+    use_dora: bool = option(False, "Train magnitudes beside it (DoRA).", group="adapter", only_with="peft")
+    load_in_4bit: bool = option(
+        False, "Hold the frozen weights in 4 bits (QLoRA).", group="adapter", only_with="peft"
+    )
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option(
+        "nf4", "Kind of 4 bits.", group="adapter", only_with=("peft", "four_bits")
+    )
+    use_bnb_nested_quant: bool = option(
+        False, "Quantise their scales too.", group="adapter", only_with=("peft", "four_bits")
+    )
 
 
-def check_adapter(given: AdaptedRunArguments) -> None:
-    """Check the fields of the adapter.
+def check_effect(given: RunArguments) -> None:
+    """Say which arguments of a command have no effect.
 
     Raises:
         InputError: an adapter field is set without `use_peft`, or a field of the 4-bit format without `load_in_4bit`.
     """
-    _refuse_without(
-        given,
-        "use_peft",
-        [f.name for f in dataclasses.fields(given) if f.name not in {*_GENERAL, "use_peft"}],
-    )
-    _refuse_without(given, "load_in_4bit", ["bnb_4bit_quant_type", "use_bnb_nested_quant"])
+    say_without_effect(given, set_fields(given))
 
 
 def adapter_arguments(given: AdaptedRunArguments) -> dict[str, Any]:
-    """`peft_config` and `quantization_config` for a trainer; an empty dict if `use_peft` is off.
-
-    Raises:
-        InputError: as `check_adapter`.
-    """
-    check_adapter(given)
+    """`peft_config` and `quantization_config` for a trainer; an empty dict if `use_peft` is off."""
     if not given.use_peft:
         return {}
     from peft import LoraConfig
@@ -348,13 +356,6 @@ def _four_bits(given: AdaptedRunArguments) -> Any:
         bnb_4bit_quant_type=given.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=given.use_bnb_nested_quant,
     )
-
-
-def _refuse_without(given: AdaptedRunArguments, switch: str, names: list[str]) -> None:
-    defaults = {f.name: f.default for f in dataclasses.fields(given)}
-    said = [name for name in names if getattr(given, name) != defaults[name]]
-    if said and not getattr(given, switch):
-        raise InputError(f"{said[0]} has no effect without {switch}; set {switch}, or leave {said[0]} out")
 
 
 def check_inputs(arguments: AdaptedRunArguments) -> None:

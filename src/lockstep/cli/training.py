@@ -24,9 +24,10 @@ from lockstep.cli.fields import (
     AdaptedRunArguments,
     Arguments,
     Given,
+    RunArguments,
     adapter_arguments,
     build,
-    check_adapter,
+    check_effect,
     check_inputs,
     check_sizes,
     factory_names,
@@ -94,7 +95,7 @@ def train(command: str, words: list[str]) -> int:
     """
     given = read(words, command)
     about = said_of(given, AdaptedRunArguments)
-    check_adapter(about)
+    check_effect(about)
     check_sizes(about)
     if not given.dry_run:
         check_inputs(about)
@@ -229,6 +230,8 @@ def evaluate(words: list[str]) -> int:
     """
     given = read(words, "evaluate")
     about = said_of(given, AdaptedRunArguments)
+    # The config of a run may have an adapter's fields. Nothing is trained here.
+    check_effect(said_of(given, RunArguments))
     check_sizes(about)
     if not given.dry_run:
         check_inputs(about)

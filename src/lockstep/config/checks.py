@@ -11,8 +11,10 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import Field, fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from dataclasses import fields
+from os import PathLike, fspath
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lockstep.config.option import Bounds
 from lockstep.config.table import options_of
@@ -44,18 +46,20 @@ def _check_within(name: str, value: float, allowed: Bounds) -> None:
         raise InputError(f"{name}={value}; it must be {allowed}")
 
 
-def check_fields(config: Any) -> None:
+def check_fields(config: Any, *, again: bool = False) -> None:
     """Check the fields of a config, before anything uses them.
+
+    Args:
+        again: whether they have been checked before, so that what is unusual has been said.
 
     Raises:
         InputError: a number is NaN, infinite or out of bounds; a mapping cannot be read; a tracker does not exist.
     """
     kinds: Any = type(config)
-    types = _types(kinds)
+    check_types(config)
     for field in fields(config):
-        _check_kind(field, getattr(config, field.name, None), types[field.name])
         for value in _numbers(getattr(config, field.name, None)):
-            check_number(kinds, field.name, value)
+            check_number(kinds, field.name, value, quiet=again)
     for name in config._VALID_DICT_FIELDS:
         _check_mapping(name, getattr(config, name, None))
     check_trackers(config.report_to)
@@ -65,20 +69,80 @@ def check_fields(config: Any) -> None:
         raise InputError("stop_strings: an empty string would end every completion at once")
 
 
+def check_types(config: Any) -> None:
+    """Check that each field has a value of its declared type. numpy's numbers and paths become Python's.
+
+    Raises:
+        InputError: a field has another kind of value.
+    """
+    kind: Any = type(config)
+    for name, kinds in _kinds(kind).items():
+        value = given = getattr(config, name, None)
+        if type(given).__module__ == "numpy" and getattr(given, "ndim", 1) == 0:
+            value = given.item()  # type: ignore[union-attr]
+        elif isinstance(given, PathLike) and "str" in kinds:
+            value = fspath(given)
+        if value is not given:
+            setattr(config, name, value)
+        if not _is_of(value, kinds):
+            said = " or ".join(dict.fromkeys(_SAID[kind] for kind in sorted(kinds) if kind in _SAID))
+            raise InputError(f"{name}={value!r:.80}; it must be {said}")
+
+
+_SAID = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "list": "a list",
+    "dict": "a mapping",
+}
+# What these fields take beside the types with which transformers, or TRL's users, declare them.
+_WIDER = {
+    "fsdp": {"bool", "list"},
+    "scale_rewards": {"bool"},
+    "bf16": {"NoneType"},
+    "beta": {"float"},
+}
+
+
 @functools.cache
-def _types(config_class: type) -> dict[str, str]:
-    """The type of each field, as text. The parser of transformers changes `Field.type`, so that it is not used here."""
-    return {name: str(found) for name, found in get_type_hints(config_class).items()}
+def _kinds(config_class: type) -> dict[str, frozenset[str]]:
+    """The names of the types of each field. A field that takes any object is left out.
+
+    The parser of transformers changes `Field.type`, so that it is not used here.
+    """
+    hints, found = get_type_hints(config_class), {}
+    for field in fields(config_class):
+        kinds = set(_members(hints[field.name])) | _WIDER.get(field.name, set())
+        # The parser of transformers gives None for what the command line leaves out.
+        if field.default is None or len(kinds) > 1:
+            kinds.add("NoneType")
+        if "Any" not in kinds and kinds & _SAID.keys():
+            found[field.name] = frozenset(kinds)
+    return found
 
 
-def _check_kind(field: Field, value: Any, kind: str) -> None:
-    """Refuse another kind of value for a number. On the command line, the parser has done it already."""
-    is_number = isinstance(field.default, int | float) and not isinstance(field.default, bool)
-    may_be_none = "None" in kind or "Optional" in kind
-    if not is_number or (value is None and may_be_none):
-        return
-    if not isinstance(value, int | float) or (isinstance(value, bool) and "bool" not in kind):
-        raise InputError(f"{field.name}={value!r:.80}; it must be a number")
+def _members(hint: Any) -> Iterator[str]:
+    if get_origin(hint) in (Union, UnionType):
+        for part in get_args(hint):
+            yield from _members(part)
+    elif get_origin(hint) is Literal:
+        yield from (type(value).__name__ for value in get_args(hint))
+    else:
+        yield getattr(get_origin(hint) or hint, "__name__", str(hint))
+
+
+def _is_of(value: Any, kinds: frozenset[str]) -> bool:
+    if isinstance(value, bool | NoneType):
+        return type(value).__name__ in kinds
+    if isinstance(value, int):
+        return bool({"int", "float"} & kinds)
+    for kind, name in ((float, "float"), (str, "str"), (list | tuple, "list"), (Mapping, "dict")):
+        if isinstance(value, kind):
+            return name in kinds or type(value).__name__ in kinds
+    # An object of a library: what takes a mapping or more than plain values may take it.
+    return not kinds <= {"bool", "int", "float", "str", "NoneType"}
 
 
 def _check_list(name: str, value: Any, kind: Any, what: str) -> None:
@@ -94,11 +158,12 @@ def _numbers(value: Any) -> Iterator[float]:
             yield entry
 
 
-def check_number(kind: type, name: str, value: float) -> None:
+def check_number(kind: type, name: str, value: float, *, quiet: bool = False) -> None:
     """Check one number of a field.
 
     Args:
         kind: the class of the config.
+        quiet: whether nothing is said of an unusual number.
 
     Raises:
         InputError: it is NaN, infinite or out of the field's bounds.
@@ -111,7 +176,7 @@ def check_number(kind: type, name: str, value: float) -> None:
         return
     _check_within(name, value, bounds)
     low, high = bounds.usual
-    if not low <= value <= high:
+    if not quiet and not low <= value <= high:
         _logger.warning(f"{name}={value:g} is unusual (usually {low:g} to {high:g})")
 
 

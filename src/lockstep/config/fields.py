@@ -67,6 +67,7 @@ class ServerFields:
         "The server's host, if no URL is given; 0.0.0.0: this machine.",
         group="server",
         bookkeeping=Bookkeeping.SERVERS,
+        only_with="server_without_url",
     )
     vllm_server_port: int = option(
         8000,
@@ -74,12 +75,14 @@ class ServerFields:
         group="server",
         bounds=PORT,
         bookkeeping=Bookkeeping.SERVERS,
+        only_with="server_without_url",
     )
     vllm_server_key_file: str | None = option(
         None,
         "File with the server's key. Default: LOCKSTEP_SERVER_KEY, or the key that a server here saved.",
         group="server",
         bookkeeping=Bookkeeping.SERVERS,
+        only_with="servers",
     )
     vllm_weight_transport: str = option(
         "auto",
@@ -87,6 +90,7 @@ class ServerFields:
         "cuda_ipc and nccl have not been run on a GPU yet.",
         group="server",
         bookkeeping=Bookkeeping.SERVERS,
+        only_with="vllm",
     )
     vllm_weight_deltas: bool = option(
         True,
@@ -95,12 +99,14 @@ class ServerFields:
         "a copy of the weights in main memory, if there is room.",
         group="server",
         bookkeeping=Bookkeeping.SERVERS,
+        only_with="vllm",
     )
     vllm_group_host: str = option(
         "127.0.0.1",
         "This machine's address as other machines' servers reach it; the trainer listens there.",
         group="server",
         bookkeeping=Bookkeeping.SERVERS,
+        only_with="servers",
     )
     vllm_group_port: int = option(
         0,
@@ -108,6 +114,7 @@ class ServerFields:
         group="server",
         bounds=Bounds(0, 65535),
         bookkeeping=Bookkeeping.SERVERS,
+        only_with="servers",
     )
     vllm_server_timeout: float = option(
         240.0,
@@ -172,6 +179,7 @@ class ColocateFields:
         group="engine",
         bounds=COUNT,
         bookkeeping=Bookkeeping.MEMORY,
+        only_with="vllm",
     )
 
     vllm_enable_sleep_mode: bool = option(
@@ -179,6 +187,7 @@ class ColocateFields:
         "Let vLLM in this process give its GPU memory back while the trainer learns. Not on a CPU.",
         group="engine",
         bookkeeping=Bookkeeping.MEMORY,
+        only_with="vllm",
     )
 
     def check_colocated(self, *, server: bool, use_vllm: bool | None, owner: bool) -> None:
@@ -229,11 +238,13 @@ class ImageFields:
         None,
         "A smaller picture is enlarged to this many pixels. Default: preprocessor_config.json. Not for tiles.",
         group="data",
+        only_with="pictures",
     )
     max_pixels: int | None = option(
         None,
         "A larger picture is shrunk to at most this many pixels. Default: preprocessor_config.json.",
         group="data",
+        only_with="pictures",
     )
     limit_mm_per_prompt: dict | str | None = option(
         None,
@@ -242,11 +253,13 @@ class ImageFields:
         "more is an error for the model.",
         group="data",
         mapping=True,
+        only_with="pictures",
     )
     image_urls: list[str] | None = option(
         None,
         "Beginnings of URLs from which pictures may be fetched. Default: no picture is fetched.",
         group="data",
+        only_with="pictures",
     )
 
     def check_images(self) -> None:
@@ -292,6 +305,7 @@ class ToolFields:
         "How often a rollout may call tools and go on. Default: until it calls none, or is out of tokens.",
         group="tools",
         bounds=Bounds(0),
+        only_with="acting",
     )
     tool_timeout: float = option(
         60.0,
@@ -299,6 +313,7 @@ class ToolFields:
         group="tools",
         bounds=SECONDS,
         bookkeeping=Bookkeeping.WAITING,
+        only_with="acting",
     )
     tool_threads: bool = option(
         False,
@@ -307,12 +322,14 @@ class ToolFields:
         "Signals do not work there, and neither does a connection that was made once (SQLite).",
         group="tools",
         bookkeeping=Bookkeeping.THREADS,
+        only_with="acting",
     )
     tool_format: str | None = option(
         None,
         "How the model writes tool calls: hermes, qwen3_xml, glm, mistral, deepseek, kimi, harmony, gemma, pythonic or "
         "llama3_json. Default: as the chat template writes them.",
         group="tools",
+        only_with="calls",
     )
 
 
@@ -331,12 +348,14 @@ class AgentFields:
         group="tools",
         bounds=SECONDS,
         bookkeeping=Bookkeeping.WAITING,
+        only_with="agent",
     )
     gateway_host: str = option(
         "127.0.0.1",
         "Address on which agents reach the gateway; other machines need another one.",
         group="tools",
         bookkeeping=Bookkeeping.SERVERS,
+        only_with="agent",
     )
     gateway_port: int = option(
         0,
@@ -344,6 +363,7 @@ class AgentFields:
         group="tools",
         bounds=Bounds(0, 65535),
         bookkeeping=Bookkeeping.SERVERS,
+        only_with="agent",
     )
 
 
@@ -360,6 +380,7 @@ class LogFields:
         common=True,
         bounds=Bounds(0, above=True),
         bookkeeping=Bookkeeping.LOGS,
+        only_with="log_steps",
     )
     logging_nan_inf_filter: bool = option(
         False, "Hide NaN losses; off, so that you see them.", group="logging"
@@ -374,7 +395,10 @@ class LogFields:
         bookkeeping=Bookkeeping.LOGS,
     )
     log_multimodal: bool = option(
-        True, "Put small copies of images into the report, beside prompts and rollouts.", group="logging"
+        True,
+        "Put small copies of images into the report, beside prompts and rollouts.",
+        group="logging",
+        only_with="pictures",
     )
     num_completions_to_print: int | None = option(
         None,
@@ -382,12 +406,14 @@ class LogFields:
         group="logging",
         bounds=COUNT,
         bookkeeping=Bookkeeping.LOGS,
+        only_with="printing",
     )
     log_unique_prompts: bool = option(
         False,
         "Print only one completion per prompt.",
         group="logging",
         bookkeeping=Bookkeeping.LOGS,
+        only_with="printing",
     )
     rollouts_size_limit: float = option(
         1.0,
@@ -451,14 +477,12 @@ class OneValueFields:
         for name, only in with_key(type(self), "only").items():
             refuse_other_value(name, getattr(self, name), only)
 
-    def drop_what_has_no_effect(self, *, owner: bool) -> None:
-        """Set the fields that have no effect to their neutral values.
-
-        Args:
-            owner: whether this process says so.
-        """
+    def drop_what_has_no_effect(self) -> list[str]:
+        """Set the fields that have no effect to their neutral values. Returns a line for each that had another one."""
+        lines = []
         for name, (neutral, why) in with_key(type(self), "no_effect").items():
             given = getattr(self, name)
-            if given not in (neutral, None) and owner:
-                _logger.warning(f"{name}={given!r} has no effect here: {why}")
+            if given not in (neutral, None):
+                lines.append(f"{name}={given!r} has no effect here: {why}")
             setattr(self, name, neutral)
+        return lines

@@ -32,6 +32,9 @@ INSTEAD = {
         "{dtype: …} how the "
         "trained weights are held",
     ),
+    "attn_implementation": "model_init_kwargs: {attn_implementation: …} has it",
+    "vllm_device": "vLLM takes the trainer's device; with vllm_mode=server it has devices of its own",
+    "version": "'lockstep --version' prints it",
     "overlap_rewards": "it was removed; max_staleness has its purpose: a server samples later generations "
     "while rewards are "
     "computed",
@@ -125,7 +128,7 @@ class Said(TypedDict, total=False):
 class About(dict[str, Any]):
     """All that is said of a field.
 
-    The keys are those of `Said`, and `help`, `only` and `no_effect`, as far as they were given.
+    The keys are those of `Said`, and `help`, `only`, `no_effect` and `only_with`, as far as they were given.
     """
 
     def copy(self) -> dict[str, Any]:
@@ -138,6 +141,7 @@ def about(
     *,
     only: tuple[Any, str] | None = None,
     no_effect: tuple[Any, str] | None = None,
+    only_with: str | tuple[str, ...] = (),
     **said: Unpack[Said],
 ) -> About:
     """What is said of a field that is declared elsewhere.
@@ -146,13 +150,21 @@ def about(
         text: its line in `--help`; None: as it is declared.
         only: the only value that is supported, and why others are refused.
         no_effect: the value that the rest of the code sees, and why any other has no effect here.
+        only_with: names of the conditions (`config/effect.py`) without which it has no effect.
     """
-    given = {"help": text, "only": only, "no_effect": no_effect}
+    conditions = ((only_with,) if isinstance(only_with, str) else only_with) or None
+    given = {"help": text, "only": only, "no_effect": no_effect, "only_with": conditions}
     return About({key: value for key, value in given.items() if value is not None}, **said)
 
 
 def option(
-    default: Any, text: str, *, only: str | None = None, no_effect: str | None = None, **said: Unpack[Said]
+    default: Any,
+    text: str,
+    *,
+    only: str | None = None,
+    no_effect: str | None = None,
+    only_with: str | tuple[str, ...] = (),
+    **said: Unpack[Said],
 ) -> Any:
     """The field of a dataclass.
 
@@ -163,11 +175,13 @@ def option(
         text: the field's line in `--help`.
         only: why the default is the only value that is supported.
         no_effect: why a value other than the default has no effect.
+        only_with: names of the conditions (`config/effect.py`) without which it has no effect.
     """
     found = about(
         text,
         only=None if only is None else (default, only),
         no_effect=None if no_effect is None else (default, no_effect),
+        only_with=only_with,
         **said,
     )
     if isinstance(default, list):

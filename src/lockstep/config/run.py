@@ -15,6 +15,7 @@ Defaults depend on the machine: its fast dtype, and the number of positions that
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 import torch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from lockstep.algorithms.corrections import CorrectionMode
 from lockstep.config.checks import check_fields
@@ -39,6 +40,7 @@ from lockstep.config.contradictions import (
     complete_schedule,
     value_of,
 )
+from lockstep.config.effect import say_without_effect, set_fields
 from lockstep.config.fields import (
     AgentFields,
     ColocateFields,
@@ -195,13 +197,20 @@ class OnlineConfig(
         group="proofs",
     )
     vllm_importance_sampling_mode: CorrectionMode = option(
-        "token_truncate", "How such a weight is bounded; see lockstep.algorithms.corrections.", group="proofs"
+        "token_truncate",
+        "How such a weight is bounded; see lockstep.algorithms.corrections.",
+        group="proofs",
+        only_with="correction",
     )
     vllm_importance_sampling_clip_max: float | None = option(
-        3.0, "Upper bound of such a weight.", group="proofs", bounds=Bounds(0, above=True, infinite=True)
+        3.0,
+        "Upper bound of such a weight.",
+        group="proofs",
+        bounds=Bounds(0, above=True, infinite=True),
+        only_with="correction",
     )
     vllm_importance_sampling_clip_min: float | None = option(
-        None, "Lower bound of such a weight.", group="proofs", bounds=Bounds(0)
+        None, "Lower bound of such a weight.", group="proofs", bounds=Bounds(0), only_with="correction"
     )
 
     use_vllm: bool | None = option(
@@ -211,7 +220,12 @@ class OnlineConfig(
         common=True,
     )
     vllm_gpu_memory_utilization: float = option(
-        0.3, "Share of a GPU's memory for vLLM.", group="engine", bounds=SHARE, bookkeeping=Bookkeeping.MEMORY
+        0.3,
+        "Share of a GPU's memory for vLLM.",
+        group="engine",
+        bounds=SHARE,
+        bookkeeping=Bookkeeping.MEMORY,
+        only_with="vllm_here",
     )
     vllm_max_model_length: int | None = option(
         None,
@@ -227,6 +241,7 @@ class OnlineConfig(
         common=True,
         bounds=COUNT,
         bookkeeping=Bookkeeping.MEMORY,
+        only_with="engine_here",
     )
     max_staleness: int = option(
         0,
@@ -242,9 +257,10 @@ class OnlineConfig(
         "The model's implementation in vLLM: vllm (or auto), which takes transformers' where vLLM has none, "
         "or transformers.",
         group="engine",
+        only_with="vllm_here",
     )
     vllm_engine_kwargs: dict | str | None = option(
-        None, "Further arguments of vllm.LLM.", group="engine", mapping=True
+        None, "Further arguments of vllm.LLM.", group="engine", mapping=True, only_with="vllm_here"
     )
     vllm_enable_lora: bool = option(
         False,
@@ -252,6 +268,7 @@ class OnlineConfig(
         "is slower. A "
         "server needs --enable_lora.",
         group="engine",
+        only_with="vllm",
     )
     vllm_quantization: str | None = option(
         None,
@@ -259,13 +276,17 @@ class OnlineConfig(
         "its own weights, "
         "and importance weights correct for the difference. A server needs --quantization.",
         group="engine",
+        only_with="vllm",
     )
     engine_dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "Dtype of the engine. Default: bfloat16 with bf16, else float32.", group="engine"
     )
 
     cast_lm_head_to_fp32: bool = option(
-        False, "Compute the output head in float32 on both sides, while the rest is bfloat16.", group="model"
+        False,
+        "Compute the output head in float32 on both sides, while the rest is bfloat16.",
+        group="model",
+        only_with="low_head",
     )
     router_aux_loss_coef: float | None = option(
         None,
@@ -325,7 +346,13 @@ class OnlineConfig(
     def __post_init__(self) -> None:
         # transformers replaces None by a value of its own.
         self.asks_for_progress_bar = self.disable_tqdm is False
+        if self.report_to is None:  # type: ignore[has-type]
+            self.report_to = "none"
         check_fields(self)
+        if isinstance(self.fsdp_config, str) and self.fsdp_config.startswith("{"):  # type: ignore[has-type]
+            self.fsdp_config = json.loads(self.fsdp_config)  # type: ignore[has-type]
+        named = set_fields(self)
+        dropped = self.drop_what_has_no_effect()
         by_metric = (
             self.load_best_model_at_end or self.saves_best or value_of(self.lr_scheduler_type) in BY_METRIC
         )
@@ -334,6 +361,9 @@ class OnlineConfig(
             # little.
             self.metric_for_best_model = "reward"
         take_launcher(self, os.environ)
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            # accelerate would ask for the group of processes that it names.
+            self.ddp_backend = None
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_fast_bf16()
         take_device(self, os.environ)
@@ -368,7 +398,6 @@ class OnlineConfig(
             self.vllm_mode = "server"
         self.refuse_other_values()
         self._refuse_unsupported()
-        self.drop_what_has_no_effect(owner=self.process_index == 0)
         self.liger_kernel_config = liger_config(self.use_liger_kernel, self.liger_kernel_config)
         self._check_engine()
         check_corrections(self)
@@ -383,6 +412,10 @@ class OnlineConfig(
         check_optimizer(self)
         complete_schedule(self)
         check_schedule(self)
+        owner = self.process_index == 0
+        for line in dropped if owner else ():
+            _logger.warning(line)
+        say_without_effect(self, named, owner=owner)
 
     def size_generation(self) -> None:
         """Set and check the sizes of a generation.
@@ -390,6 +423,16 @@ class OnlineConfig(
         Raises:
             InputError: the sizes contradict each other.
         """
+
+    @property
+    def uses_vllm(self) -> bool:
+        """Whether vLLM samples, here or on servers, unless the trainer is given another engine."""
+        here = vllm_installed() if self.use_vllm is None else self.use_vllm
+        return here or self.vllm_mode == "server"
+
+    def optimizer_takes(self, argument: str) -> bool:
+        """Whether the optimizer that `optim` names has an argument (`betas`, `eps`). DeepSpeed makes its own."""
+        return self.zero is not None or argument in Trainer.get_optimizer_cls_and_kwargs(self)[1]
 
     @property
     def saves_best(self) -> bool:
@@ -573,6 +616,7 @@ class GroupConfig(OnlineConfig):
         "Completions per prompt in evaluation; default: num_generations.",
         group="sampling",
         bounds=COUNT,
+        only_with="held_out",
     )
     max_completion_length: int = option(
         512, "Largest number of tokens of a completion.", group="sampling", common=True, bounds=COUNT
@@ -590,13 +634,18 @@ class GroupConfig(OnlineConfig):
         1, "Passes over each generation (μ in the GRPO paper).", group="method", bounds=COUNT
     )
     epsilon: float = option(
-        0.2, "Lower clip of the ratio: 1 − epsilon.", group="method", bounds=Bounds(0, infinite=True)
+        0.2,
+        "Lower clip of the ratio: 1 − epsilon.",
+        group="method",
+        bounds=Bounds(0, infinite=True),
+        only_with="clip",
     )
     epsilon_high: float | None = option(
         None,
         "Upper clip: 1 + epsilon_high; default: epsilon.",
         group="method",
         bounds=Bounds(0, infinite=True),
+        only_with="upper_clip",
     )
     beta: float = option(
         0.0,
@@ -620,10 +669,14 @@ class GroupConfig(OnlineConfig):
         False, "Let the reference model follow the policy (TR-DPO).", group="method"
     )
     ref_model_mixup_alpha: float = option(
-        0.6, "Share of the policy in the reference at a sync.", group="method", bounds=SHARE
+        0.6,
+        "Share of the policy in the reference at a sync.",
+        group="method",
+        bounds=SHARE,
+        only_with="moving_reference",
     )
     ref_model_sync_steps: int = option(
-        512, "Optimizer steps between two syncs.", group="method", bounds=COUNT
+        512, "Optimizer steps between two syncs.", group="method", bounds=COUNT, only_with="moving_reference"
     )
 
     @property

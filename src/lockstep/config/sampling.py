@@ -143,6 +143,7 @@ class FilterFields:
         32768,
         "Largest number of tokens that top_p, top_k and min_p may keep at one place; bounds the memory.",
         group="sampling",
+        only_with="filter",
     )
 
     def take_generation_kwargs(self) -> None:
@@ -303,9 +304,13 @@ class InterruptionFields:
         _INTERRUPTION,
         "Text that is inserted after such a completion's tokens, and not learned from; contains end_of_thinking.",
         group="sampling",
+        only_with="thinking",
     )
     end_of_thinking: str = option(
-        "</think>", "Text that ends the thinking of a completion; best a single token.", group="sampling"
+        "</think>",
+        "Text that ends the thinking of a completion; best a single token.",
+        group="sampling",
+        only_with="thinking",
     )
 
     def check_interruption(self, limit: int, stop: list[str]) -> None:

@@ -12,21 +12,28 @@ from typing import Any
 
 from lockstep.config.option import COUNT, SEED, About, Bookkeeping, Bounds, about
 
-_SAMPLED = "an evaluation samples with the engine, in the engine's dtype"
+_SAMPLED = "an evaluation samples with the engine, in the engine's dtype and batches"
 _NO_OUTPUTS = "an evaluation samples, and gathers no outputs of the model"
+_IN_MEMORY = "prompts are token ids in memory before training begins"
 _UNWRAPPED = "the model is not wrapped by DistributedDataParallel"
+
+_BY_CALLER = "what is called says it"
 
 # Fields of transformers, in their order in `--help`.
 INHERITED: dict[str, About] = {
     "gradient_checkpointing": about(group="model", bookkeeping=Bookkeeping.MEMORY),
-    "gradient_checkpointing_kwargs": about(group="model", bookkeeping=Bookkeeping.MEMORY),
+    "gradient_checkpointing_kwargs": about(
+        group="model", bookkeeping=Bookkeeping.MEMORY, only_with="checkpointing"
+    ),
     "use_liger_kernel": about(group="model"),
     "eval_strategy": about(group="data", bookkeeping=Bookkeeping.LOGS),
-    "eval_steps": about(group="data", bounds=Bounds(0, above=True), bookkeeping=Bookkeeping.LOGS),
-    "eval_on_start": about(group="data", bookkeeping=Bookkeeping.LOGS),
-    "eval_delay": about(group="data", bookkeeping=Bookkeeping.LOGS),
+    "eval_steps": about(
+        group="data", bounds=Bounds(0, above=True), bookkeeping=Bookkeeping.LOGS, only_with="evaluation_steps"
+    ),
+    "eval_on_start": about(group="data", bookkeeping=Bookkeeping.LOGS, only_with="held_out"),
+    "eval_delay": about(group="data", bookkeeping=Bookkeeping.LOGS, only_with="evaluation"),
     "max_steps": about(group="method", common=True, bounds=Bounds(1, 10**12, special=(-1,))),
-    "num_train_epochs": about(group="method", common=True, bounds=Bounds(0, above=True)),
+    "num_train_epochs": about(group="method", common=True, bounds=Bounds(0, above=True), only_with="epochs"),
     "per_device_train_batch_size": about(group="method", common=True, bounds=COUNT),
     "gradient_accumulation_steps": about(group="method", common=True, bounds=COUNT),
     "lr_scheduler_type": about(group="method"),
@@ -39,66 +46,71 @@ INHERITED: dict[str, About] = {
     "optim_args": about(group="method"),
     "weight_decay": about(group="method", bounds=Bounds(0)),
     "max_grad_norm": about(group="method", bounds=Bounds(0, infinite=True)),
-    "adam_beta1": about(group="method", bounds=Bounds(0, 1, below=True)),
-    "adam_beta2": about(group="method", bounds=Bounds(0, 1, below=True)),
-    "adam_epsilon": about(group="method", bounds=Bounds(0)),
+    "adam_beta1": about(group="method", bounds=Bounds(0, 1, below=True), only_with="betas"),
+    "adam_beta2": about(group="method", bounds=Bounds(0, 1, below=True), only_with="betas"),
+    "adam_epsilon": about(group="method", bounds=Bounds(0), only_with="eps"),
     "seed": about(group="method", common=True, bounds=SEED),
     "data_seed": about(group="method", bounds=SEED),
     "report_to": about(group="logging", common=True, bookkeeping=Bookkeeping.PLACE),
-    "run_name": about(group="logging", bookkeeping=Bookkeeping.PLACE),
-    "project": about(group="logging", bookkeeping=Bookkeeping.PLACE),
+    "run_name": about(group="logging", bookkeeping=Bookkeeping.PLACE, only_with="trackers"),
+    "project": about(group="logging", bookkeeping=Bookkeeping.PLACE, only_with="trackio"),
     "logging_strategy": about(group="logging", bookkeeping=Bookkeeping.LOGS),
     "logging_first_step": about(group="logging", bookkeeping=Bookkeeping.LOGS),
     "log_level": about(group="logging", bookkeeping=Bookkeeping.LOGS),
     "output_dir": about(group="saving", common=True, bookkeeping=Bookkeeping.PLACE),
     "save_steps": about(
-        group="saving", common=True, bounds=Bounds(0, above=True), bookkeeping=Bookkeeping.LOGS
+        group="saving",
+        common=True,
+        bounds=Bounds(0, above=True),
+        bookkeeping=Bookkeeping.LOGS,
+        only_with="save_steps",
     ),
-    "save_total_limit": about(group="saving", common=True, bounds=COUNT, bookkeeping=Bookkeeping.LOGS),
+    "save_total_limit": about(
+        group="saving", common=True, bounds=COUNT, bookkeeping=Bookkeeping.LOGS, only_with="saving"
+    ),
     "save_strategy": about(
         "When checkpoints are written: no, steps, epoch, or best (after an evaluation that is the best so far).",
         group="saving",
         bookkeeping=Bookkeeping.LOGS,
     ),
-    "save_only_model": about(group="saving", bookkeeping=Bookkeeping.LOGS),
-    "load_best_model_at_end": about(group="saving", bookkeeping=Bookkeeping.LOGS),
+    "save_only_model": about(group="saving", bookkeeping=Bookkeeping.LOGS, only_with="saving"),
+    "load_best_model_at_end": about(group="saving", bookkeeping=Bookkeeping.LOGS, only_with="saving_best"),
     "metric_for_best_model": about(
         "Metric of an evaluation by which `load_best_model_at_end` chooses. Default: reward.",
         group="saving",
         bookkeeping=Bookkeeping.LOGS,
+        only_with="metric",
     ),
-    "greater_is_better": about(group="saving", bookkeeping=Bookkeeping.LOGS),
+    "greater_is_better": about(group="saving", bookkeeping=Bookkeeping.LOGS, only_with="metric"),
     "push_to_hub": about(group="saving", bookkeeping=Bookkeeping.HUB),
-    "hub_model_id": about(group="saving", bookkeeping=Bookkeeping.HUB),
-    "hub_strategy": about(group="saving", bookkeeping=Bookkeeping.HUB),
-    "hub_private_repo": about(group="saving", bookkeeping=Bookkeeping.HUB),
-    "hub_revision": about(group="saving", bookkeeping=Bookkeeping.HUB),
-    "hub_always_push": about(group="saving", bookkeeping=Bookkeeping.HUB),
-    "hub_token": about(group="saving"),
-    "per_device_eval_batch_size": about(bounds=COUNT, bookkeeping=Bookkeeping.MEMORY),
-    "ddp_timeout": about(bounds=COUNT, bookkeeping=Bookkeeping.WAITING),
+    "hub_model_id": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
+    "hub_strategy": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
+    "hub_private_repo": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
+    "hub_revision": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
+    "hub_always_push": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
+    "hub_token": about(group="saving", only_with="hub"),
+    "ddp_timeout": about(bounds=COUNT, bookkeeping=Bookkeeping.WAITING, only_with="processes"),
     # TrainingArguments had it until transformers 5.
     "logging_dir": about(bookkeeping=Bookkeeping.PLACE),
-    "trackio_bucket_id": about(bookkeeping=Bookkeeping.PLACE),
-    "trackio_static_space_id": about(bookkeeping=Bookkeeping.PLACE),
-    "trackio_space_id": about(bookkeeping=Bookkeeping.PLACE),
+    "trackio_bucket_id": about(bookkeeping=Bookkeeping.PLACE, only_with="trackio"),
+    "trackio_static_space_id": about(bookkeeping=Bookkeeping.PLACE, only_with="trackio"),
+    "trackio_space_id": about(bookkeeping=Bookkeeping.PLACE, only_with="trackio"),
     "resume_from_checkpoint": about(
         "A checkpoint from which `trainer.train()` goes on. Commands go on by themselves, and refuse it.",
         bookkeeping=Bookkeeping.PLACE,
     ),
     # `eval_strategy` sets it.
-    "do_eval": about(bookkeeping=Bookkeeping.LOGS),
+    "do_eval": about(bookkeeping=Bookkeeping.LOGS, only_with="evaluation"),
     "skip_memory_metrics": about(bookkeeping=Bookkeeping.LOGS),
-    "log_on_each_node": about(bookkeeping=Bookkeeping.LOGS),
+    "log_on_each_node": about(bookkeeping=Bookkeeping.LOGS, only_with="processes"),
     "include_num_input_tokens_seen": about(bookkeeping=Bookkeeping.LOGS),
     "disable_tqdm": about(bookkeeping=Bookkeeping.LOGS),
-    "log_level_replica": about(bookkeeping=Bookkeeping.LOGS),
+    "log_level_replica": about(bookkeeping=Bookkeeping.LOGS, only_with="processes"),
     "torch_empty_cache_steps": about(bookkeeping=Bookkeeping.MEMORY),
     "deepspeed": about(bookkeeping=Bookkeeping.MEMORY),
     "fsdp": about(bookkeeping=Bookkeeping.MEMORY),
-    "fsdp_config": about(bookkeeping=Bookkeeping.MEMORY),
+    "fsdp_config": about(bookkeeping=Bookkeeping.MEMORY, only_with="fsdp"),
     "use_cpu": about(bookkeeping=Bookkeeping.DEVICE),
-    "dataloader_pin_memory": about(bookkeeping=Bookkeeping.DEVICE),
     "accelerator_config": about(bookkeeping=Bookkeeping.OBJECT),
     "fp16": about(
         only=(
@@ -125,7 +137,7 @@ INHERITED: dict[str, About] = {
     "label_smoothing_factor": about(only=(0.0, "it has no meaning for these losses")),
     "neftune_noise_alpha": about(only=(None, "the engine has no such noise")),
     "train_sampling_strategy": about(only=("random", "use shuffle_dataset")),
-    "dataloader_num_workers": about(no_effect=(0, "prompts are token ids before training begins")),
+    "dataloader_num_workers": about(no_effect=(0, _IN_MEMORY)),
     "bf16_full_eval": about(no_effect=(False, _SAMPLED)),
     "fp16_full_eval": about(no_effect=(False, _SAMPLED)),
     "prediction_loss_only": about(no_effect=(False, _NO_OUTPUTS)),
@@ -135,6 +147,27 @@ INHERITED: dict[str, About] = {
     "batch_eval_metrics": about(no_effect=(False, _NO_OUTPUTS)),
     "ddp_bucket_cap_mb": about(no_effect=(None, _UNWRAPPED)),
     "ddp_find_unused_parameters": about(no_effect=(None, _UNWRAPPED)),
+    "ddp_broadcast_buffers": about(no_effect=(None, _UNWRAPPED)),
+    "ddp_static_graph": about(no_effect=(None, _UNWRAPPED)),
+    "per_device_eval_batch_size": about(
+        bounds=COUNT, no_effect=(8, _SAMPLED), bookkeeping=Bookkeeping.MEMORY
+    ),
+    "eval_use_gather_object": about(no_effect=(False, _NO_OUTPUTS)),
+    "label_names": about(no_effect=(None, _NO_OUTPUTS)),
+    "average_tokens_across_devices": about(
+        no_effect=(True, "a step's tokens are always counted on all devices")
+    ),
+    "dataloader_pin_memory": about(no_effect=(True, _IN_MEMORY), bookkeeping=Bookkeeping.DEVICE),
+    "dataloader_persistent_workers": about(no_effect=(False, _IN_MEMORY)),
+    "dataloader_prefetch_factor": about(no_effect=(None, _IN_MEMORY)),
+    "dataloader_multiprocessing_context": about(no_effect=(None, _IN_MEMORY)),
+    "dataloader_in_order": about(no_effect=(True, _IN_MEMORY)),
+    "length_column_name": about(no_effect=("length", "prompts are not sorted by their lengths")),
+    "do_train": about(no_effect=(False, _BY_CALLER)),
+    "do_predict": about(no_effect=(False, _BY_CALLER)),
+    "ddp_backend": about(only_with="processes"),
+    "save_on_each_node": about(only_with="processes"),
+    "optim_target_modules": about(only_with="projection"),
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep.cli.fields import AdaptedRunArguments, check_inputs, read, said_of
+from lockstep.cli.fields import AdaptedRunArguments, RunArguments, check_effect, check_inputs, read, said_of
 from lockstep.cli.training import load_config
 from lockstep.config.option import option
 from lockstep.errors import InputError
@@ -43,6 +43,7 @@ def run(words: list[str]) -> int:
     """
     given = read(words, "gateway")
     about = said_of(given, GatewayArguments)
+    check_effect(said_of(given, RunArguments))
     if not given.dry_run:
         check_inputs(about)
         if about.agent is None and about.agent_command is None:

@@ -77,22 +77,45 @@ class GRPOConfig(GroupConfig):
         "Bound of the unclipped ratio (dual clipping); sensibly above 1 + epsilon.",
         group="method",
         bounds=Bounds(0, above=True, infinite=True),
+        only_with="clip",
     )
     sapo_temperature_pos: float = option(
-        1.0, "SAPO's temperature for positive advantages.", group="method", bounds=Bounds(0, above=True)
+        1.0,
+        "SAPO's temperature for positive advantages.",
+        group="method",
+        bounds=Bounds(0, above=True),
+        only_with="sapo",
     )
     sapo_temperature_neg: float = option(
-        1.05, "SAPO's temperature for negative advantages.", group="method", bounds=Bounds(0, above=True)
+        1.05,
+        "SAPO's temperature for negative advantages.",
+        group="method",
+        bounds=Bounds(0, above=True),
+        only_with="sapo",
     )
-    vespo_k_pos: float = option(2.0, "VESPO's exponent for positive advantages.", group="method")
-    vespo_lambda_pos: float = option(3.0, "VESPO's decay for positive advantages.", group="method")
-    vespo_k_neg: float = option(3.0, "VESPO's exponent for negative advantages.", group="method")
-    vespo_lambda_neg: float = option(2.0, "VESPO's decay for negative advantages.", group="method")
+    vespo_k_pos: float = option(
+        2.0, "VESPO's exponent for positive advantages.", group="method", only_with="vespo"
+    )
+    vespo_lambda_pos: float = option(
+        3.0, "VESPO's decay for positive advantages.", group="method", only_with="vespo"
+    )
+    vespo_k_neg: float = option(
+        3.0, "VESPO's exponent for negative advantages.", group="method", only_with="vespo"
+    )
+    vespo_lambda_neg: float = option(
+        2.0, "VESPO's decay for negative advantages.", group="method", only_with="vespo"
+    )
     use_bias_correction_kl: bool = option(
-        True, "Weight the KL term by the importance ratio, which makes its gradient unbiased.", group="method"
+        True,
+        "Weight the KL term by the importance ratio, which makes its gradient unbiased.",
+        group="method",
+        only_with="kl",
     )
     scale_rewards: str = option(
-        "group", "`group`, `batch`, `advantages` (ScaleRL's) or `none`.", group="method"
+        "group",
+        "`group`, `batch`, `advantages` (ScaleRL's) or `none`.",
+        group="method",
+        only_with="summed_rewards",
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
         "sum_then_normalize", "Sum the rewards, or normalise each by itself first (GDPO).", group="method"
@@ -119,11 +142,20 @@ class GRPOConfig(GroupConfig):
         "Raise entropy_coef while entropy is at or below entropy_target, else lower it.",
         group="method",
     )
-    entropy_coef_min: float = option(0.0, "Smallest coefficient of the adaptive bonus.", group="method")
-    entropy_coef_max: float = option(1.0, "Largest coefficient of the adaptive bonus.", group="method")
-    entropy_coef_delta: float = option(0.005, "Change of the adaptive coefficient per step.", group="method")
+    entropy_coef_min: float = option(
+        0.0, "Smallest coefficient of the adaptive bonus.", group="method", only_with="adaptive_entropy"
+    )
+    entropy_coef_max: float = option(
+        1.0, "Largest coefficient of the adaptive bonus.", group="method", only_with="adaptive_entropy"
+    )
+    entropy_coef_delta: float = option(
+        0.005, "Change of the adaptive coefficient per step.", group="method", only_with="adaptive_entropy"
+    )
     entropy_target: float = option(
-        0.2, "Target entropy of the adaptive bonus, in nats per token.", group="method"
+        0.2,
+        "Target entropy of the adaptive bonus, in nats per token.",
+        group="method",
+        only_with="adaptive_entropy",
     )
     off_policy_mask_threshold: float | None = option(
         None,

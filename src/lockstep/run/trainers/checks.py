@@ -193,7 +193,7 @@ def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, b
     for name, data in datasets.items():
         if not shows_pictures(data):
             continue
-        if not _may_read_pictures(model):
+        if not may_read_pictures(model):
             if columns := set(COLUMNS) & set(data.column_names):
                 # TRL would show the images to the model. If they were ignored, the model would answer without having
                 # seen them.
@@ -254,7 +254,7 @@ def shows_pictures(data: Any) -> bool:
     return in_parts and any(has_images({"prompt": prompt}) for prompt in data["prompt"])
 
 
-def _may_read_pictures(model: Any) -> bool:
+def may_read_pictures(model: Any) -> bool:
     """Whether the model reads pictures, as far as its config is on this machine."""
     config = _config(model)
     # Loading the model says what is wrong with it. If it reads no pictures, `load_prompts` refuses them.

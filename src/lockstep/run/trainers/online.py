@@ -19,8 +19,9 @@ from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
-from lockstep.config.checks import check_installed
+from lockstep.config.checks import check_fields, check_installed
 from lockstep.config.contradictions import check_adapter
+from lockstep.config.effect import Run, say_without_effect, set_fields
 from lockstep.config.fields import AgentFunction
 from lockstep.config.run import OnlineConfig
 from lockstep.config.sampling import sampling_of
@@ -77,6 +78,7 @@ from lockstep.run.trainers.checks import (
     check_reference_model,
     context_within,
     image_prompts,
+    may_read_pictures,
     needs_plain_rows,
     parts_of_processor,
     refuse_arguments,
@@ -183,6 +185,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         check_adapter(peft_config)
         check_installed([args.report_to] if isinstance(args.report_to, str) else args.report_to or ())
         self._meet_ranks()
+        acts = bool(tools) or environment_factory is not None
+        given = Run(acts, agent is not None, may_read_pictures(model), eval_dataset is not None)
+        say_without_effect(args, set_fields(args), given, owner=self.ranks.owner)
         data = self._read_data(train_dataset, eval_dataset, environment_factory, model)
         self._has_environments = environment_factory is not None
         self._given = {
@@ -517,6 +522,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             LockstepError: the trainer is closed.
         """
         check_open(self._is_closed)
+        check_fields(self.config, again=True)
         check_gpu(self.args.use_liger_kernel, use_cpu=self.args.use_cpu)
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
