@@ -54,6 +54,7 @@ def check_fields(config: Any) -> None:
     types = _types(kinds)
     for field in fields(config):
         _check_kind(field, getattr(config, field.name, None), types[field.name])
+        _check_text(field.name, getattr(config, field.name, None))
         for value in _numbers(getattr(config, field.name, None)):
             check_number(kinds, field.name, value)
     for name in config._VALID_DICT_FIELDS:
@@ -69,6 +70,14 @@ def check_fields(config: Any) -> None:
 def _types(config_class: type) -> dict[str, str]:
     """The type of each field, as text. The parser of transformers changes `Field.type`, so that it is not used here."""
     return {name: str(found) for name, found in get_type_hints(config_class).items()}
+
+
+def _check_text(name: str, value: Any) -> None:
+    """Refuse half a character: no file of the run could hold it."""
+    try:
+        str(value).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{name} {value!r:.80} holds a character that is not text") from error
 
 
 def _check_kind(field: Field, value: Any, kind: str) -> None:
