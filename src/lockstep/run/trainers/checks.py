@@ -199,8 +199,13 @@ def check_kinds(model: Any, tokenizer: Any, callbacks: Any, optimizers: Any, eng
     """Check the kinds of a constructor's arguments.
 
     Raises:
-        InputError: an argument has another kind than its name says.
+        InputError: an argument has another kind than its name says, or new tensors are of 64 bits in this process.
     """
+    if torch.get_default_dtype() == torch.float64:
+        raise InputError(
+            "torch's default dtype is float64 here, and a run computes in 32 bits or less: call "
+            "torch.set_default_dtype(torch.float32) before"
+        )
     check_model_kind(model)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise InputError(
