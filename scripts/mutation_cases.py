@@ -4037,7 +4037,7 @@ MUTATIONS = [
     ),
     Mutation(
         "data: a name is no pattern",
-        "glob.escape(str(file))",
+        "glob.escape(str(file.absolute()))",
         "str(file)",
         "tests/tasks/test_tasks.py::test_a_name_of_data_is_no_pattern",
     ),

@@ -205,8 +205,9 @@ def test_a_judge_that_is_none_is_one_error(untied_dir: str, tmp_path: Path) -> N
     ids=["arrow", "pandas", "hidden columns", "a stream of tables"],
 )
 def test_rows_are_read_whatever_format_a_dataset_has(make: Callable[..., GRPOTrainer], data: Any) -> None:
-    with make(train_dataset=data, eval_dataset=data) as trainer:
-        assert [prompt.source for prompt in trainer._train_prompts][:2] == ["p0", "p1"]
+    trainer = make(train_dataset=data, eval_dataset=data)
+    assert [prompt.source for prompt in trainer._train_prompts][:2] == ["p0", "p1"]
+    trainer.close()
 
 
 def test_a_process_whose_new_tensors_have_64_bits_is_one_error(make: Callable[..., GRPOTrainer]) -> None:
