@@ -344,7 +344,7 @@ MUTATIONS = [
         "if False:",
         TOOL_CALLS,
     ),
-    Mutation("a control token within the arguments", "if SURROGATE.search(said):", "if False:", TOOL_CALLS),
+    Mutation("a control token within the arguments", "if _SURROGATE.search(said):", "if False:", TOOL_CALLS),
     Mutation(
         "a value that the schema calls text becomes a number",
         'if schema.get("type") == "string":',
@@ -830,8 +830,8 @@ MUTATIONS = [
     # the rollout loop
     Mutation(
         "inserted ids marked as sampled",
-        "[isinstance(part, Turn) for part in self._parts], lengths",
-        "True, sum(lengths)",
+        "np.repeat(is_turn, [*map(len, ids)])",
+        "np.repeat(True, sum(map(len, ids)))",
         DRIVER,
     ),
     Mutation(
@@ -2294,7 +2294,7 @@ MUTATIONS = [
         '"".join(part["text"]',
         '" ".join(part["text"]',
         "tests/run/test_trl_names.py",
-        within="with_joined_text",
+        within="_with_joined_text",
     ),
     Mutation(
         "dir(lockstep) shows what the package imports for itself",
@@ -3248,8 +3248,7 @@ MUTATIONS = [
     ),
     Mutation(
         "positions are those of the first picture's text",
-        "positions, delta = self._model.base_model.get_rope_index(\n            row, mm_token_type_ids=marks, "
-        "image_grid_thw=grids\n        )",
+        "positions, delta = self._model.base_model.get_rope_index(row, mm_token_type_ids=marks, **shown)",
         "positions, delta = torch.arange(len(ids)).expand(3, 1, -1), 0",
         f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn[qwen2_5_vl]",
     ),

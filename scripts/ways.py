@@ -24,8 +24,8 @@ PROMPT = """
     RolloutSource.sample sampling_of Sampling sampled_now Driver.run Start check_requests GenerationRequest
     CallLoop.start single_turn Conversation.sample Branch.sample Inbox.ask Running.finish
     VLLMInProcess.serve Inbox.taken sampling_params completion Completion Inbox.answer Rollout RolloutGroup
-    RolloutSource.score Scoring.score reward_scorer RewardScorer.score RewardScorer.finish call_functions
-    call_within Preparation.generation TrainingSequence prepare_generation joined_branches
+    RolloutSource.score GroupRewards.score|Scoring.score reward_scorer RewardScorer.score RewardScorer.finish
+    call_functions call_within Preparation.generation TrainingSequence prepare_generation joined_branches
     GRPOObjective.with_advantages group_advantages OptimizerStep.learn learn Policy.packs pack_sequences
     SortedPaths cut_tree Pack Policy.score score_pack token_logps TokenBatch.of GRPOObjective.loss
     clipped_policy_loss Tally.mean

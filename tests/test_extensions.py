@@ -14,6 +14,8 @@ from lockstep.extensions import load
 PLACES = [
     *extensions.COMMANDS.values(),
     *extensions.PROGRAMS.values(),
+    *extensions.ADAPTERS.values(),
+    *extensions.SERVER_FLAGS.values(),
     *(place for places in extensions.FIELDS.values() for place in places),
 ]
 

@@ -25,8 +25,8 @@ import torch
 from lockstep.contract.protocol import Engine, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.extras.lora_alone.adapter_arguments import adapter_arguments
 from lockstep.extras.lora_alone.adapter_proof import AdapterPush, check_adapter_probe
 from lockstep.extras.lora_alone.adapter_source import adapter_shape
 from lockstep.models.adapters import add_adapter

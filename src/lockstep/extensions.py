@@ -43,6 +43,16 @@ PUSHES: dict[str, str] = {
 ENGINES: dict[str, str] = {"vllm_enable_lora": "lockstep.extras.lora_alone.adapter_proof:engine_arguments"}
 # How a module may hold its weights in another form, by vLLM's name of the scheme: a `HeldForm` of `watch/modules.py`.
 HELD_FORMS: dict[str, str] = {"fp8_per_channel": "lockstep.extras.fp8.quantised_push:RowsInEightBits"}
+# What receives adapters alone in an engine, by the engine: an `AdapterReceiver` of `contract/adapters.py`, made for it.
+ADAPTERS: dict[str, str] = {
+    "in_process": "lockstep.extras.lora_alone.engine_adapters:AdaptersInProcess",
+    "servers": "lockstep.extras.lora_alone.server_adapters:ServerAdapters",
+}
+# Further flags of vLLM's server, by vLLM's argument that asks: a function of the model, its dtype, and the names of the
+# arguments that the user has given.
+SERVER_FLAGS: dict[str, str] = {"enable_lora": "lockstep.extras.lora_alone.adapter_arguments:server_flags"}
+# Variables of the environment of vLLM's server, by vLLM's argument that asks.
+SERVER_VARIABLES: dict[str, str] = {"enable_lora": "lockstep.extras.lora_alone.adapter_arguments:ENVIRONMENT"}
 # What a worker of vLLM answers to an extra (`Engine.ask_workers`): functions of a worker and of what JSON can say.
 WORKERS: dict[str, str] = {
     "codes": "lockstep.engines.vllm.port.quantised:code_digests",

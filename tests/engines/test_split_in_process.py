@@ -32,9 +32,9 @@ from two_ranks import ALONE
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm import in_process
-from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.extras.lora_alone.adapter_arguments import adapter_arguments
 from lockstep.extras.lora_alone.adapter_proof import AdapterPush
 from lockstep.extras.lora_alone.adapter_source import adapter_shape
 from lockstep.models.arithmetic import Precision

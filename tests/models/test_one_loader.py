@@ -31,10 +31,11 @@ from lockstep.cli.main import main
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.arguments import OWN_CODE, check_user_arguments, cpu_cache_bytes
 from lockstep.errors import InputError
+from lockstep.extras.lora_alone.adapter_arguments import linear_layers
 from lockstep.model_files import build_empty, code_refused, load_files
 from lockstep.models.policy import load_policy
 from lockstep.models.reward_model import load_reward_model
-from lockstep.server.command import check_names, linear_layers
+from lockstep.server.command import check_names
 from lockstep.tokens.chat import load_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]

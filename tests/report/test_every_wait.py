@@ -46,7 +46,8 @@ SILENT = {
         weights/wire/groups.py::authenticate weights/wire/groups.py::prove
         weights/wire/shared_memory.py::SharedMemoryTransport._send weights/wire/shared_memory.py::_wait_for
         watch/ahead.py::ProofsAhead.check_answer contract/inbox.py::Errands.do_during
-        rollouts/programs/tools.py::ToolCalls.finish rollouts/programs/workers.py::Worker.do""",
+        rollouts/programs/tools.py::ToolCalls.finish rollouts/programs/workers.py::Worker.do
+        extras/environments/own_process/openenv_session.py::make_session""",
     "a thread or loop that waits for its next work": """
         threads.py::_serve engines/vllm/environment.py::end_with_trainer.end
         extras/environments/verifiers.py::VerifiersAgent._read extras/agents/streamed_answers.py::Heard.begins
@@ -69,7 +70,7 @@ SILENT = {
     "the engine's answer is not awaited: the next question looks for it": "server/guard.py::KeyGuard._say_health",
     "it is the work of this process": """
         contract/inbox.py::answer_all engines/vllm/in_process.py::OwnWorker.__init__
-        engines/vllm/in_process.py::OwnWorker.load engines/vllm/in_process.py::OwnWorker.keep_adapter
+        engines/vllm/in_process.py::OwnWorker.load
         engines/vllm/start.py::WorkerProcesses.__init__ extras/selftest/seams.py::vllm_worker""",
     "it ends a failed push in a thread of its own, or drops requests": """
         threads.py::CallLoop.close engines/servers/requests.py::ServerRequests.serve

@@ -14,9 +14,9 @@ from test_adapter_runs import EVERY, FOUR_BITS, StopAfter, lora, trainer, weight
 from tiny import CONTEXT
 from transformers import TrainerCallback
 
-from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError
+from lockstep.extras.lora_alone.adapter_arguments import adapter_arguments
 from lockstep.server.keys import KEY_VARIABLE
 
 pytestmark = VLLM

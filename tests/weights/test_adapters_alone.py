@@ -22,11 +22,11 @@ from lockstep.contract.protocol import Completion, Engine, GenerationRequest, Re
 from lockstep.contract.sampling import Sampling
 from lockstep.contract.tensors import LoadedWeights, key_of
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.port.requests import prompt_logprobs, sampling_params, scoring_params
 from lockstep.errors import InputError, ProofError
 from lockstep.extras.lora_alone import adapter_source
+from lockstep.extras.lora_alone.adapter_arguments import adapter_arguments
 from lockstep.extras.lora_alone.adapter_proof import AdapterPush, check_adapter_probe
 from lockstep.extras.lora_alone.adapter_push import check_adapter_live, check_held
 from lockstep.extras.lora_alone.adapter_source import (

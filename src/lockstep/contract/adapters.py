@@ -35,6 +35,24 @@ class AdapterLimits:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class UsedAdapter:
+    """The adapter of a request.
+
+    Attributes:
+        stamp: the engine's stamp of the base model with which the adapter was proven.
+    """
+
+    name: str
+    version: int
+    stamp: str
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The weight version of each stamp that the request's tokens may have."""
+        return {self.stamp: self.version}
+
+
 class AdapterReceiver(Protocol):
     """An engine that receives adapters."""
 

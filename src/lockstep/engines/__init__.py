@@ -1,7 +1,4 @@
-"""Engines take prompt ids and return token ids with log-probs and weight versions.
-
-There is one protocol and several engines.
-"""
+"""Engines take prompt ids and return token ids with log-probs and weight versions: one protocol, several engines."""
 
 from typing import Any
 

@@ -1,14 +1,8 @@
 """Generation by `transformers`, for machines without vLLM, and its part of the module probe.
 
-Generation by `transformers`, for machines on which vLLM is not available.
-
 The engine has its own copy of the model, so that it receives weights in the same way as any other engine. The
 function `generate` of transformers runs the batch (left padding, cache, stopping). Our logits processor samples each
 row with the row's own random generator, and records the exact log-prob of each sampled token.
-
-The engine's part of the module probe for the transformers engine: its modules, and their outputs for the probe inputs.
-
-It reads the engine's own copy of the model. `engines/vllm/port/probe.py` does the same for vLLM.
 """
 
 from __future__ import annotations
@@ -125,8 +119,7 @@ def output_of(name: str, module: torch.nn.Module, seed: int, every: bool) -> tor
     if isinstance(module, torch.nn.Embedding):
         rows = sent(probe_rows(seed, name, module.num_embeddings, every=every), module.weight.device)
         vector = sent(probe_vector(seed, name, module.embedding_dim), module.weight.device)
-        # The module's own forward may scale the rows, or take positions instead of ids. Therefore this line reads the
-        # weight.
+        # The module's own forward may scale the rows, or take positions instead of ids.
         return torch.cat([module.weight[own].float() @ vector for own in rows.split(PROBED_ROWS)])
     if isinstance(module, torch.nn.Linear | Conv1D):
         size = module.weight.shape[0 if isinstance(module, Conv1D) else 1]
@@ -144,17 +137,12 @@ def output_of(name: str, module: torch.nn.Module, seed: int, every: bool) -> tor
 
 
 def _is_gated_experts(module: torch.nn.Module) -> bool:
-    """Whether a module contains gated experts without biases.
-
-    Each expert is one slice of `gate_up_proj` and of `down_proj`.
-    """
+    """Whether a module holds gated experts without biases: slices of `gate_up_proj` and of `down_proj`."""
     return {name for name, _ in module.named_parameters(recurse=False)} == {"gate_up_proj", "down_proj"}
 
 
 def _experts_of(model: PreTrainedModel, names_of: dict[str, list[str]]) -> dict[str, tuple[str, ...]]:
-    """Checkpoint names of the experts' projections, by module: gate, up and down of the first expert, then of the
-    second, …
-    """
+    """Checkpoint names of the experts' projections, by module: gate, up and down of the first, then of the second."""
     found: dict[str, tuple[str, ...]] = {}
     for name, module in model.named_modules() if expert_names(model) else ():
         if _is_gated_experts(module):
@@ -292,9 +280,7 @@ class TransformersEngine:
                 inbox.answer(self._completion(row), [self._version], self._vocab_size)
 
     def batches(self, rows: Sequence[_Row]) -> Iterator[list[_Row]]:
-        """Rows that are computed together.
-
-        A row that has ended goes on to the end of its batch, which must fit the context.
+        """Rows that are computed together. One that has ended goes on to the end of its batch, which fits the context.
 
         A shorter prompt gets padding on its left. Some families let it into their state, so prompts of one batch of a
         model that keeps a state have one length.
@@ -437,10 +423,7 @@ class TransformersEngine:
 
 
 class SampleRows(LogitsProcessor):
-    """Samples the next token of every unfinished row, and sets all other logits to −inf.
-
-    The greedy choice of transformers then
-    takes the sampled token."""
+    """Samples each unfinished row's next token and sets other logits to −inf, so that the greedy choice takes it."""
 
     def __init__(self, rows: list[_Row], pad: int) -> None:
         self._rows = rows
@@ -519,10 +502,7 @@ class _RowsDone(StoppingCriteria):
 
 
 def _kept(logprobs: torch.Tensor, limit: int) -> SmallIds:
-    """(n,) ids with a probability above 0, ascending.
-
-    If there are more than `limit`, the result is empty: `check_kept_ids` then
-    raises the error."""
+    """(n,) ids with a probability above 0, ascending; empty if there are more than `limit`, which no check accepts."""
     kept = torch.isfinite(logprobs).nonzero()[:, 0]
     return kept[: 0 if len(kept) > limit else None].numpy().astype(np.int32)
 

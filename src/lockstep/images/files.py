@@ -2,8 +2,7 @@
 
 Pillow chooses a decoder by the content of a file, whatever its name says. For some formats the decoder is another
 program: Ghostscript for EPS. Therefore only the formats of `FORMATS` are opened, and the size in a file's header is
-compared with the limits before anything is decoded: a few kilobytes can decode to gigabytes. What a user gives is read
-with these functions, and so is what a data set contains.
+compared with the limits before anything is decoded: a few kilobytes can decode to gigabytes.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from lockstep.errors import InputError
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 # Pillow's name of a JPEG file with several pictures, as some cameras write it. Only the first is decoded.
 _SEVERAL = "MPO"
-# Most pixels of one picture, and of all pictures of a row, of a call, or of what a tool returns. RGB takes three
-# bytes per pixel.
+# Most pixels of one picture, and of all pictures of a row, of a call, or of what a tool returns.
 LARGEST, LARGEST_TOGETHER = 1 << 26, 1 << 28
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323
 
@@ -42,13 +40,11 @@ def open_header(file: File) -> ImageFile:
     try:
         found = Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS)
     except Image.DecompressionBombError as error:
-        raise InputError(
-            f"a picture is too large: {error}; make it smaller ({LARGEST} pixels are read)"
-        ) from error
+        advice = f"make it smaller ({LARGEST} pixels are read)"
+        raise InputError(f"a picture is too large: {error}; {advice}") from error
     except UnidentifiedImageError as error:
-        raise InputError(
-            f"a picture cannot be read: give a file in one of the formats {', '.join(FORMATS)}"
-        ) from error
+        advice = f"give a file in one of the formats {', '.join(FORMATS)}"
+        raise InputError(f"a picture cannot be read: {advice}") from error
     except Exception as error:  # Pillow raises errors of many kinds for damaged files.
         raise InputError(f"a picture cannot be read: {error}") from error
     try:
@@ -73,11 +69,7 @@ def _check_path(path: str | Path) -> None:
 
 
 def in_rgb(picture: File | Image.Image) -> Image.Image:
-    """A picture, decoded in RGB.
-
-    Raises:
-        InputError: it is no file, has a format that is not read, is damaged, or has more pixels than `LARGEST`.
-    """
+    """A picture, decoded in RGB. Raises as `open_header`."""
     if isinstance(picture, Image.Image):
         _check(picture)
         return _converted(picture)
@@ -103,23 +95,18 @@ def check_together(pictures: Iterable[File | Image.Image]) -> None:
         if total > LARGEST_TOGETHER:
             raise InputError(
                 f"pictures that are read together have {total} pixels or more, and {LARGEST_TOGETHER} are "
-                f"read: show fewer, "
-                "or make them smaller"
+                "read: show fewer, or make them smaller"
             )
 
 
 def _check(picture: Image.Image) -> None:
-    """Raise an InputError if the header says that a picture is not read here.
-
-    Pixels that Pillow's user drew have no format.
-    """
+    """Raise an InputError if the header says that a picture is not read here. Drawn pixels have no format."""
     width, height = picture.size
     if isinstance(picture, ImageFile):
         if picture.format not in (*FORMATS, _SEVERAL):
             raise InputError(
                 f"a picture has the format {picture.format}, which is not read here: give one of "
-                f"{', '.join(FORMATS)}, or "
-                "image.convert('RGB')"
+                f"{', '.join(FORMATS)}, or image.convert('RGB')"
             )
         # Each tile is decoded whole, however small the picture is.
         tags = getattr(picture, "tag_v2", {})
@@ -129,7 +116,7 @@ def _check(picture: Image.Image) -> None:
     if width * height > LARGEST:
         raise InputError(
             f"a picture has {width} × {height} pixels, and {LARGEST} are read: make it smaller, as a model's "
-            f"image processor does"
+            "image processor does"
         )
 
 

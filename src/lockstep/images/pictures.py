@@ -1,8 +1,8 @@
 """The pictures of one prompt, as a model takes them.
 
-They are made once per prompt. They travel with the prompt: in the request to the engine, in its answer, and in the
-training sequence. Engine and trainer therefore use the same tensors. The digest of a picture's tensors is its identity
-on both sides: it is the key of the engine's caches, and a part of what makes two nodes of a packed tree equal.
+They are made once, and travel with the prompt: in the request to the engine, in its answer, and in the training
+sequence. Engine and trainer therefore use the same tensors. The digest of a picture's tensors is its identity on both
+sides: it is the key of the engine's caches, and a part of what makes two nodes of a packed tree equal.
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ class PromptPictures:
 
     @cached_property
     def in_pieces(self) -> PromptPictures:
-        """The same placeholders with the pieces of all pictures as pictures of their own. vLLM gets them in this
-        form.
-        """
+        """The same placeholders with the pieces of all pictures as pictures of their own, as vLLM gets them."""
         return replace(self, pictures=tuple(piece for picture in self.pictures for piece in picture.pieces))
 
     @property
@@ -124,11 +122,7 @@ class PromptPictures:
 
 
 def pixel_inputs(pictures: Sequence[Picture], device: torch.device) -> dict[str, torch.Tensor]:
-    """The pixels of some pictures, as the vision tower of a model of transformers takes them.
-
-    Args:
-        pictures: at least one, all of one family.
-    """
+    """The pixels of at least one picture of one family, as the vision tower of a model of transformers takes them."""
     pixels = torch.cat([p.pixel_values for p in pictures]).to(device)
     if pictures[0].in_tiles:
         # The model takes rows of tiles, and fills the placeholders of all rows in the order of all tiles.
@@ -142,7 +136,7 @@ def model_inputs(
     """The arguments by which a model of transformers takes pictures in its own forward.
 
     Args:
-        shown: the pictures of each row, in the order of the rows; None: the row has none. At least one has pictures.
+        shown: the pictures of each row; None: the row has none. At least one has pictures.
         input_ids: (B, L) ids. Their placeholders are those of the pictures.
     """
     known = [pictures for pictures in shown if pictures is not None]

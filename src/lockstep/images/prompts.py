@@ -1,17 +1,8 @@
-"""Prompts with pictures: the image processor, the limits, and the places of pictures in ids.
-
-Makes the ids and the pictures of a prompt, once per prompt, and finds the places of pictures in a whole conversation.
+"""Makes the ids and the pictures of a prompt, once, and finds the places of pictures in a whole conversation.
 
 The chat template writes one placeholder per picture. It gives way to the ids that stand for the picture
-(`tokens/chat.py`). The processor of the whole model is not used: it would tokenize the text a second time.
-
-Limits on the pictures of a run: their sizes, and their number per conversation.
-
-They come from the config. The trainer processes all pictures, so the engine needs no limits of its own.
-
-Runs a model's image processor on one picture, and finds the ids that stand for the picture in a prompt.
-
-There are two classes; the family of the model decides. The image processor runs nowhere else.
+(`tokens/chat.py`). The processor of the whole model is not used: it would tokenize the text a second time. The image
+processor runs nowhere else, and obeys the limits of the config: the engine needs none of its own.
 """
 
 from __future__ import annotations
@@ -61,25 +52,18 @@ class PictureLimits:
         """Give the limits of sizes to a model's image processor.
 
         Raises:
-            InputError: the family has no such limit, or the limit is smaller than the smallest picture of the model.
+            InputError: the family has no such limit, or it is smaller than the smallest picture of the model.
         """
-        if self.min_pixels is None and self.max_pixels is None:
-            return
-        if reads_tiles(config):
-            self._set_tiles(processor)
-        else:
-            self._set_patches(processor)
+        if self.min_pixels is not None or self.max_pixels is not None:
+            set_sizes = self._set_tiles if reads_tiles(config) else self._set_patches
+            set_sizes(processor)
 
     def check_count(self, count: int) -> None:
-        """Check the number of pictures of a prompt, or of a whole conversation.
-
-        Raises:
-            InputError: there are too many.
-        """
+        """Check (`InputError`) the number of pictures of a prompt, or of a whole conversation."""
         if self.per_prompt is not None and count > self.per_prompt:
             raise InputError(
                 f"{count} pictures, and limit_mm_per_prompt allows {self.per_prompt} per conversation: raise "
-                f"it, or show fewer"
+                "it, or show fewer"
             )
 
     def _set_patches(self, processor: Any) -> None:
@@ -98,8 +82,7 @@ class PictureLimits:
         if self.min_pixels is not None or self.max_pixels is None:
             raise InputError(
                 "min_pixels is not supported for models that cut pictures into tiles: they enlarge every "
-                "picture to the `size` of "
-                "their preprocessor_config.json; leave it out"
+                "picture to the `size` of their preprocessor_config.json; leave it out"
             )
         if (tiles := math.isqrt(self.max_pixels) // side) < 1:
             raise InputError(
@@ -113,12 +96,7 @@ NO_LIMITS = PictureLimits()
 
 
 class InPatches:
-    """Pictures of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: one placeholder per square of merged patches.
-
-    Args:
-        processor: the model's image processor.
-        config: the model's config.
-    """
+    """Pictures of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: one placeholder per square of merged patches."""
 
     def __init__(self, processor: Any, config: PreTrainedConfig) -> None:
         whole: Any = config
@@ -126,11 +104,7 @@ class InPatches:
         self._merged = int(whole.vision_config.spatial_merge_size) ** 2
 
     def __call__(self, image: Image.Image) -> Picture:
-        """The picture, with the ids that stand for it.
-
-        Raises:
-            InputError: the processor cannot use the image.
-        """
+        """The picture, with the ids that stand for it; an `InputError` if the processor cannot use the image."""
         found = _processed(self._processor, image)
         grid = found["image_grid_thw"][0]
         tokens = int(grid.prod()) // self._merged
@@ -142,11 +116,6 @@ class InTiles:
     """Pictures of SmolVLM and Idefics3: tiles of one size, and the whole picture in small as the last tile.
 
     Each tile has an equal number of placeholders. Marks before them name the row and the column of the tile.
-
-    Args:
-        processor: the model's image processor.
-        config: the model's config.
-        tokenizer: its vocabulary contains the marks.
 
     Raises:
         InputError: the tokenizer lacks a mark.
@@ -172,8 +141,8 @@ class InTiles:
         if padded or not bool(pixels.flatten(1).any(1).all()):
             raise InputError(
                 f"a picture of {image.width} × {image.height} pixels has a tile with padding, or one whose "
-                f"values are all 0, which "
-                "the model takes for padding: use the model's own preprocessor_config.json (docs/guides/images.md)"
+                "values are all 0, which the model takes for padding: use the model's own "
+                "preprocessor_config.json (docs/guides/images.md)"
             )
         rows, columns = int(found["rows"][0][0]), int(found["cols"][0][0])
         height, width = (side // self._patch for side in pixels.shape[-2:])
@@ -182,9 +151,7 @@ class InTiles:
         return Picture(pixels, torch.tensor([1, rows, columns]), len(parts) * len(pixels), ids)
 
     def _stand_in(self, rows: int, columns: int, parts: list[int]) -> Ids:
-        """The ids of a picture of `rows` × `columns` tiles and the whole picture after them, with `parts` for each
-        tile.
-        """
+        """The ids of `rows` × `columns` tiles and of the whole picture after them, with `parts` for each tile."""
         ids: list[int] = []
         for row in range(1, rows + 1):
             for column in range(1, columns + 1):
@@ -197,8 +164,7 @@ class InTiles:
         if not isinstance(found, int) or found == self._tokenizer.unk_token_id:
             raise InputError(
                 f"the tokenizer has no token {mark}, which stands beside pictures: use the tokenizer that "
-                f"came with the model, or "
-                "smaller pictures (`size` in preprocessor_config.json)"
+                "came with the model, or smaller pictures (`size` in preprocessor_config.json)"
             )
         return found
 
@@ -210,9 +176,8 @@ def _processed(processor: Any, image: Image.Image, **more: Any) -> Any:
     try:
         return processor(images=[image], return_tensors="pt", **more)
     except ValueError as error:
-        raise InputError(
-            f"a picture of {image.width} × {image.height} pixels cannot be used: {error}"
-        ) from error
+        size = f"{image.width} × {image.height} pixels"
+        raise InputError(f"a picture of {size} cannot be used: {error}") from error
 
 
 # Makes the ids of a row's prompt.
@@ -223,20 +188,17 @@ class ImagePrompts:
     """Reads prompts with pictures for one model.
 
     Args:
-        model: the policy, of a family that reads pictures (`models/policy.py`). Its function for positions is called
-            once per prompt with pictures.
+        model: the policy. Its function for positions is called once per prompt with pictures.
         path: directory or hub id with the model's image processor.
         chat_template_kwargs: further arguments of the chat template.
-        limits: limits on the pictures.
-        urls: fetches pictures that are given by their URLs.
         processor: the image processor; None: the one in `path`.
-
-    Raises:
-        InputError: the model has no image processor, the tokenizer lacks an id that stands beside pictures, or a
-            limit does not fit the model.
 
     Attributes:
         processor: the image processor, with the limits.
+
+    Raises:
+        InputError: the model has no image processor, the tokenizer lacks an id that stands beside pictures, or a limit
+            does not fit the model.
     """
 
     def __init__(
@@ -251,10 +213,9 @@ class ImagePrompts:
     ) -> None:
         config: Any = model.config
         try:
-            # The limits are set on it.
-            processor = (
-                load_files(AutoImageProcessor, path) if processor is None else copy.deepcopy(processor)
-            )
+            # A copy, because the limits are set on it.
+            given = copy.deepcopy(processor)
+            processor = load_files(AutoImageProcessor, path) if given is None else given
         except (OSError, ValueError, ImportError) as error:
             raise InputError(f"model {path} comes without a usable image processor: {error}") from error
         limits.set_sizes(processor, config)
@@ -267,9 +228,7 @@ class ImagePrompts:
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
-        """Ids that must not be sampled: an engine would put a picture, or a part of one, in the place of such a
-        token.
-        """
+        """Ids that must not be sampled: an engine would put a picture, or a part of one, in their place."""
         known = (getattr(self._model.config, name, None) for name in ("image_token_id", "video_token_id"))
         return tuple(sorted({int(token) for token in known if token is not None}))
 
@@ -279,11 +238,7 @@ class ImagePrompts:
         return self._placeholder
 
     def picture(self, image: Image.Image) -> Picture:
-        """An opened image, processed. Any thread may call it.
-
-        Raises:
-            InputError: the processor cannot use it.
-        """
+        """An opened image, processed; an `InputError` if the processor cannot use it. Any thread may call it."""
         return self._process(image)
 
     def fetched(self, images: Sequence[Any]) -> list[Any]:
@@ -307,47 +262,31 @@ class ImagePrompts:
             yield found, self.picture(found)
 
     def pictures(self, images: Sequence[Any]) -> list[Picture]:
-        """Images that are read together, as the model takes them. Any thread may call it.
-
-        Raises:
-            InputError: an image cannot be fetched or decoded, or the processor cannot use it.
-        """
+        """Images that are read together, as the model takes them. Otherwise as `opened_pictures`."""
         return [picture for _, picture in self.opened_pictures(images)]
 
     def files_and_pictures(self, urls: Sequence[str]) -> list[tuple[str, Picture]]:
-        """The file of each URL as a `data:` URL, and the image as the model takes it. Any thread may call it.
-
-        Raises:
-            InputError: an image cannot be fetched or decoded, or the processor cannot use it.
-        """
+        """The file of each URL as a `data:` URL, and the image for the model. Otherwise as `opened_pictures`."""
         return [(file, self.picture(opened(file))) for file in self.fetched(urls)]
 
     def with_files(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """A row without URLs: the file of each has taken its place, as a `data:` URL.
-
-        Raises:
-            InputError: a URL is not allowed, or cannot be fetched.
-        """
+        """A row without URLs: the file of each has taken its place, as a `data:` URL. Raises as `ImageUrls.fetch`."""
         return with_fetched(row, self._urls.fetch)
 
     def check_count(self, count: int) -> None:
-        """Check the number of pictures of a prompt, or of a whole conversation.
-
-        Raises:
-            InputError: there are more than `limit_mm_per_prompt` allows.
-        """
+        """Check the number of pictures of a prompt, or of a whole conversation (`PictureLimits.check_count`)."""
         self._limits.check_count(count)
 
     def read(self, row: Mapping[str, Any], ids_of: IdsOf | None = None) -> tuple[Ids, PromptPictures | None]:
         """The ids of a row's prompt with the ids of its pictures, and its pictures; None: the row has none.
 
         Args:
-            ids_of: makes the ids of a row whose messages contain processed pictures, for example with tools; None:
-                they are the prompt's alone.
+            ids_of: makes the ids of a row whose messages contain processed pictures, for example with tools; None: they
+                are the prompt's alone.
 
         Raises:
-            InputError: a picture cannot be opened or processed, there are too many, the prompt cannot be tokenized,
-                or its text has not one placeholder per picture.
+            InputError: a picture cannot be opened or processed, there are too many, the prompt cannot be tokenized, or
+                its text has not one placeholder per picture.
         """
         prompt, images = images_of_row(self.with_files(row))
         self.check_count(len(images))
@@ -355,23 +294,17 @@ class ImagePrompts:
         if isinstance(prompt, list):
             prompt = with_pictures(prompt, pictures)
             if ids_of is not None:
-                ids = whole_numbers(ids_of({**row, "prompt": prompt}))
+                plain = ids_of({**row, "prompt": prompt})
             else:
-                ids = whole_numbers(
-                    render_prompt(prompt, self._tokenizer, template=self._template, images=True)
-                )
+                plain = render_prompt(prompt, self._tokenizer, template=self._template, images=True)
+            ids = whole_numbers(plain)
         else:
             plain = render_prompt(prompt, self._tokenizer) if ids_of is None else ids_of(row)
             ids = with_picture_ids(whole_numbers(plain), self._placeholder, pictures)
         return ids, self.placed(ids, pictures)
 
     def messages_of(self, row: Mapping[str, Any], pictures: PromptPictures | None) -> list[dict[str, Any]]:
-        """The messages of a row's prompt, with its processed pictures in them.
-
-        Args:
-            row: has messages as its prompt.
-            pictures: what `read` gave for the row.
-        """
+        """The messages of a row's prompt, with its processed pictures, which `read` gave, in them."""
         messages, _ = parts_of_row(row)
         return with_pictures(messages, pictures.pictures if pictures is not None else ())
 
@@ -403,22 +336,16 @@ class ImagePrompts:
 
     @torch.no_grad()
     def _positions(self, ids: Ids, pictures: Sequence[Picture]) -> tuple[Any, int]:
-        """Position ids of all ids, and what is added to the index of the tokens after it.
-
-        Raises:
-            InputError: two pictures stand side by side. The model's function would take them for one.
-        """
+        """Position ids of all ids, and what is added to the index of the tokens after it."""
+        # The model's function would take two pictures side by side for one.
         parts = ids == self._placeholder
         if np.count_nonzero(parts[1:] & ~parts[:-1]) + parts[0] != len(pictures):
             raise InputError(
                 "two pictures stand side by side, without any text between them: write the model's marks "
-                "around each picture, as "
-                "its chat template does, or a space between them"
+                "around each picture, as its chat template does, or a space between them"
             )
         row = torch.tensor(ids)[None]
-        grids = torch.stack([picture.grid for picture in pictures])
+        shown = {"image_grid_thw": torch.stack([picture.grid for picture in pictures])}
         marks = (row == self._placeholder).int()
-        positions, delta = self._model.base_model.get_rope_index(
-            row, mm_token_type_ids=marks, image_grid_thw=grids
-        )
+        positions, delta = self._model.base_model.get_rope_index(row, mm_token_type_ids=marks, **shown)
         return positions[:, 0].numpy(), int(delta)

@@ -4,11 +4,8 @@ The pictures are in the columns `image` and `images`, and in image parts of mess
 column holds one picture or a list of them, and fills the image parts that have no picture of their own. If no message
 has image parts, the pictures stand before the text of the first message of the user.
 
-Data sets decode their pictures with `images/files.py`, because `datasets` itself opens every format that Pillow
-knows. This is done for every data set of a run, before any row is read.
-
+Data sets decode their pictures with `images/files.py`, because `datasets` itself opens every format that Pillow knows.
 Small copies, as `data:` URLs of a few kilobytes, stand beside prompts of evaluations and beside rollouts.
-`report/page/rollouts.py` shows them.
 """
 
 from __future__ import annotations
@@ -40,21 +37,14 @@ def has_images(row: Mapping[str, Any]) -> bool:
     if any(name in row for name in COLUMNS):
         return True
     prompt = row.get("prompt")
-    contents = (
-        [message.get("content") for message in prompt if isinstance(message, Mapping)]
-        if isinstance(prompt, list)
-        else []
-    )
+    messages = prompt if isinstance(prompt, list) else []
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return any(isinstance(part, Mapping) and _is_image(part) for part in parts)
 
 
 def images_of_row(row: Mapping[str, Any]) -> tuple[Any, list[Image.Image]]:
-    """As `parts_of_row`, with the pictures opened.
-
-    Raises:
-        InputError: as in `parts_of_row`; or a picture cannot be opened, or they are too large together.
-    """
+    """As `parts_of_row`, with the pictures opened. Raises as it, and as `check_sizes` and `opened`."""
     prompt, found = parts_of_row(row)
     check_sizes(found)
     return prompt, [opened(image) for image in found]
@@ -64,8 +54,8 @@ def parts_of_row(row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """The prompt of a row without its pictures, and the pictures in the order in which the prompt shows them.
 
     Returns:
-        The prompt: text as it stands, or messages in which each picture is a part `{"type": "image"}`. The pictures
-            are as given.
+        The prompt: text as it stands, or messages in which each picture is a part `{"type": "image"}`. The pictures are
+            as given.
 
     Raises:
         InputError: the image parts without a picture are not as many as the column's pictures.
@@ -83,51 +73,26 @@ def parts_of_row(row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         parts = len(given) - more + found.count(None)
         raise InputError(
             f"the messages have {parts} image parts without a picture, and the columns hold {len(given)} "
-            f"pictures: give one "
-            "picture per image part"
+            "pictures: give one picture per image part"
         )
     return messages, found
 
 
 def with_images(row: Mapping[str, Any]) -> list[Message]:
-    """The messages of a row's prompt, with each image in its part, as TRL's functions get them.
-
-    Args:
-        row: has messages as its prompt.
-    """
+    """The messages of a row's prompt, with each image in its part, as TRL's functions get them."""
     messages, images = parts_of_row(row)
     left = iter(images)
     return _each_part(messages, lambda part: {**part, "image": next(left)} if _is_image(part) else dict(part))
 
 
 def with_pictures(messages: Sequence[Message], pictures: Iterable[HasPictureIds]) -> list[Message]:
-    """Messages as `images_of_row` gives them, with the processed pictures in their image parts.
-
-    Args:
-        pictures: one per image part, in order.
-    """
+    """Messages as `images_of_row` gives them, with the processed pictures, one each, in their image parts."""
     left = iter(pictures)
-
-    def filled(message: Message) -> Message:
-        content = message.get("content")
-        if not isinstance(content, list):
-            return message
-        return {
-            **message,
-            "content": [picture_part(next(left)) if _is_image(part) else part for part in content],
-        }
-
-    return [filled(message) for message in messages]
+    return _each_part(messages, lambda part: picture_part(next(left)) if _is_image(part) else part)
 
 
 def with_data_urls(messages: Sequence[Message]) -> list[Message]:
-    """Messages in which each image is a `data:` URL, so that JSON can hold them.
-
-    An image part without an image stays as it is.
-
-    Raises:
-        InputError: an image cannot be opened.
-    """
+    """Messages in which each image is a `data:` URL, so that JSON can hold them. Raises as `opened`."""
 
     def own(part: Any) -> Any:
         image = part.get("image") if isinstance(part, Mapping) else None
@@ -137,20 +102,14 @@ def with_data_urls(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_image_urls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row for an agent: each image is a `data:` URL, and those in messages are parts of OpenAI's chat completions
-    API.
+    """A row for an agent: each image is a `data:` URL, in messages as in OpenAI's chat completions API."""
 
-    Raises:
-        InputError: an image cannot be opened.
-    """
+    def own(part: Any) -> Any:
+        return {"type": "image_url", "image_url": {"url": part["image"]}} if _is_image(part) else part
+
     found = _each_image_of_columns(row, _as_data_url)
     if isinstance(row["prompt"], list):
-        found["prompt"] = _each_part(
-            with_data_urls(with_images(row)),
-            lambda part: (
-                {"type": "image_url", "image_url": {"url": part["image"]}} if _is_image(part) else part
-            ),
-        )
+        found["prompt"] = _each_part(with_data_urls(with_images(row)), own)
     return found
 
 
@@ -180,12 +139,7 @@ def with_opened_images(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_fetched(row: Mapping[str, Any], fetch: Callable[[str], str]) -> dict[str, Any]:
-    """A row in which each URL of an image has given way to what `fetch` returns for it.
-
-    Raises:
-        InputError: the URL or a redirect is not allowed, the file is too large or no image, or it does not come in
-            time.
-    """
+    """A row in which each URL of an image has given way to what `fetch` returns for it."""
 
     def own(image: Any) -> Any:
         found = image.get("path") if isinstance(image, Mapping) and image.get("bytes") is None else image
@@ -230,14 +184,7 @@ def opened(image: Any) -> Image.Image:
 
 
 def check_sizes(images: Iterable[Any]) -> None:
-    """Check pictures that are read together, before any is decoded.
-
-    Args:
-        images: each as in `opened`.
-
-    Raises:
-        InputError: one of them cannot be read, or they are too large together.
-    """
+    """Check pictures that are read together, each as in `opened`, before any is decoded (`check_together`)."""
     check_together(map(_given, images))
 
 
@@ -251,17 +198,18 @@ def _given(image: Any) -> bytes | str | Path | Image.Image:
         NO_URLS.check(image)
     if isinstance(image, bytes | str | Path | Image.Image):
         return image
-    raise InputError(
-        f"a picture is a {type(image).__name__}; it must be a PIL image, a path, or the bytes of a file"
-    )
+    kind = type(image).__name__
+    raise InputError(f"a picture is a {kind}; it must be a PIL image, a path, or the bytes of a file")
 
 
 def _each_part(messages: Sequence[Message], own: Callable[[Any], Any]) -> list[Message]:
     """Messages with another part in place of each part of their contents."""
-    return [
-        {**m, "content": [own(part) for part in m["content"]]} if isinstance(m.get("content"), list) else m
-        for m in messages
-    ]
+
+    def changed(message: Message) -> Message:
+        content = message.get("content")
+        return {**message, "content": list(map(own, content))} if isinstance(content, list) else message
+
+    return list(map(changed, messages))
 
 
 def _of_columns(row: Mapping[str, Any]) -> list[Any]:
@@ -300,11 +248,7 @@ def _bare(message: Message, left: Any, found: list[Any]) -> Message:
 
 
 def _parts(message: Any) -> list[dict[str, Any]]:
-    """The parts of a message's content. Text alone is one part.
-
-    Raises:
-        InputError: a part is neither text nor a picture.
-    """
+    """The parts of a message's content; an `InputError` for what is no text and no picture. Text alone is one part."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
@@ -313,9 +257,8 @@ def _parts(message: Any) -> list[dict[str, Any]]:
         # `datasets` gives every part all keys of any part.
         own = {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
         own = as_image_part(own)
-        if own.get("type") not in ("text", "image") or (
-            own["type"] == "text" and not isinstance(own.get("text"), str)
-        ):
+        is_text = own.get("type") == "text" and isinstance(own.get("text"), str)
+        if not is_text and own.get("type") != "image":
             raise InputError(
                 f"a message has a part {part!r:.100}; only text and images are supported (an image is given as "
                 "{'type': 'image', 'image': …}, or with its URL as {'type': 'image_url', 'image_url': {'url': …}})"
@@ -329,9 +272,7 @@ def _is_image(part: Mapping[str, Any]) -> bool:
 
 
 def has_pictures(data: Any) -> bool:
-    """Whether a column of a data set or a stream holds pictures, at any depth, or did before the user's own steps
-    (`map`).
-    """
+    """Whether a column of a data set or a stream holds pictures, at any depth, or did before the user's own `map`."""
     given = [data.features] if isinstance(data, Dataset | IterableDataset) else []
     if isinstance(data, IterableDataset):
         given += _features_in(data._ex_iterable)
@@ -460,12 +401,7 @@ _QUALITIES = (75, 50, 25)
 
 
 def thumbnails_of_row(source: Any, columns: Mapping[str, Any]) -> list[str]:
-    """Small copies of the images of a row, in the order in which its prompt shows them.
-
-    Args:
-        source: the prompt of the row.
-        columns: its other columns.
-    """
+    """Small copies of the images of a row, in the order in which its prompt, `source`, shows them."""
     _, images = parts_of_row({**columns, "prompt": source})
     return _thumbnails(images)
 

@@ -1,14 +1,8 @@
-"""Images by URL, and images as text: `data:` URLs.
+"""Images by URL, fetched only from the places that the field `image_urls` allows; and images as text: `data:` URLs.
 
-Images by URL: fetched only from the places that the field `image_urls` allows.
-
-Each URL of a dataset, of a tool's result and of an agent's message is fetched with `ImageUrls.fetch`. A fetched file
-is a `data:` URL from then on: the rest of the run uses these bytes and no network.
-
-Images as text: `data:` URLs, which JSON can hold and a browser shows.
-
-Messages that a program keeps of a rollout contain images in this form; reward functions get the opened images again.
-Nothing here uses the network.
+Each URL of a dataset, of a tool's result and of an agent's message is fetched with `ImageUrls.fetch`. A fetched file is
+a `data:` URL from then on: the rest of the run uses these bytes and no network. Messages that a program keeps of a
+rollout contain images in this form, which JSON can hold and a browser shows.
 """
 
 from __future__ import annotations
@@ -50,11 +44,7 @@ def to_data_url(image: Image.Image) -> str:
 
 
 def file_as_data_url(content: bytes) -> str:
-    """The bytes of an image file as a `data:` URL.
-
-    Raises:
-        InputError: they are not the bytes of an image that can be read.
-    """
+    """The bytes of an image file as a `data:` URL; an `InputError` if they are no image that can be read."""
     with open_header(content) as file:
         kind = Image.MIME.get(file.format or "", "")
     kind = kind.removeprefix("image/") or "unknown"
@@ -62,11 +52,7 @@ def file_as_data_url(content: bytes) -> str:
 
 
 def bytes_of_data_url(url: str) -> bytes:
-    """The bytes of the file in a `data:` URL.
-
-    Raises:
-        InputError: it is not the base64 text of an image.
-    """
+    """The bytes of the file in a `data:` URL; an `InputError` if it is not the base64 text of an image."""
     kind, comma, content = url.partition(",")
     try:
         if not comma or not kind.startswith(_START) or not kind.endswith(_ENCODED):
@@ -111,8 +97,7 @@ class ImageUrls:
         """The file of a URL as a `data:` URL. Rows that name the same URL share one fetch, as long as its file is kept.
 
         Raises:
-            InputError: the URL or a redirect is not allowed, the file is too large or no image, or it does not come
-                in time.
+            InputError: the URL or a redirect is not allowed, the file is too large or no image, or it comes too late.
         """
         checked = self.check(url)
         with self._lock:
@@ -139,22 +124,14 @@ class ImageUrls:
         return file
 
     def check(self, text: str) -> httpx.URL:
-        """The URL, if it is allowed.
-
-        Raises:
-            InputError: it is not.
-        """
+        """The URL; an `InputError` if it is not allowed."""
         url = _parsed(text)
         if url is None or not any(_covers(prefix, url) for prefix in self._allowed):
             shown = _shown(url) if url is not None else "a picture's URL"
-            why = (
-                "image_urls allows no URL that begins like it"
-                if self._allowed
-                else "image_urls allows no URLs"
-            )
+            why = "URL that begins like it" if self._allowed else "URLs"
             raise InputError(
-                f"{shown} is not fetched: {why}. Give a file or its bytes, or add the beginning of the URL to "
-                f"image_urls"
+                f"{shown} is not fetched: image_urls allows no {why}. Give a file or its bytes, or add the "
+                "beginning of the URL to image_urls"
             )
         return url
 
@@ -175,17 +152,15 @@ class ImageUrls:
         first, deadline = _shown(url), time.monotonic() + _TIME
         async with httpx.AsyncClient() as client:
             for _ in range(_REDIRECTS + 1):
-                answer, body = await bounded_http.call(
-                    client, "GET", str(url), seconds=deadline - time.monotonic(), most=lambda _: LARGEST
-                )
+                left, most = deadline - time.monotonic(), lambda _: LARGEST
+                answer, body = await bounded_http.call(client, "GET", str(url), seconds=left, most=most)
                 if answer.has_redirect_location:
                     url = self.check(str(url.join(answer.headers["location"])))
                 elif answer.status_code == 200:
                     return body
                 else:
-                    raise InputError(
-                        f"{first} cannot be fetched: the server answers with status {answer.status_code}"
-                    )
+                    why = f"the server answers with status {answer.status_code}"
+                    raise InputError(f"{first} cannot be fetched: {why}")
         raise InputError(f"{first} cannot be fetched: it has more than {_REDIRECTS} redirects")
 
 
@@ -194,8 +169,8 @@ def _prefix(text: str) -> httpx.URL:
     if url is None or url.query or url.fragment:
         raise InputError(
             f"image_urls contains {text!r:.100}; each entry must be the beginning of a URL, such as "
-            f"https://example.org/pictures/, "
-            "with http or https, without a user's name, a query and dots as parts of its path"
+            "https://example.org/pictures/, with http or https, without a user's name, a query and dots as "
+            "parts of its path"
         )
     return url
 

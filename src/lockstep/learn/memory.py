@@ -22,8 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, Trainer
 
 from lockstep.config.run import OnlineConfig, usual_token_budgets
-from lockstep.engines.vllm.adapters import adapter_arguments
-from lockstep.engines.vllm.arguments import cpu_cache_bytes, usual_sequences
+from lockstep.engines.vllm.arguments import cpu_cache_bytes, held_rank, usual_sequences
 from lockstep.engines.vllm.start import vllm_installed
 from lockstep.errors import InputError
 from lockstep.model_files import build_empty, load_files
@@ -165,8 +164,7 @@ def adapter_bytes(adapted: torch.nn.Module, dtype: torch.dtype) -> int:
     for name, parameter in adapted.named_parameters():
         if ".lora_A." in name or ".lora_B." in name:
             rank = min(parameter.shape)
-            slots = adapter_arguments(rank, ())["max_lora_rank"]
-            total += parameter.numel() // rank * slots * dtype.itemsize
+            total += parameter.numel() // rank * held_rank(rank) * dtype.itemsize
     return total
 
 

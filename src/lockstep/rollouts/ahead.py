@@ -1,9 +1,8 @@
 """Generations that an engine samples while the trainer still learns from earlier ones.
 
-Each generation begins some optimizer steps before it is used; weights are pushed in the meantime, and the generations
-are taken one by one. The driver runs each generation in a thread of its own. A push can happen in the middle of a
-conversation and of a turn. The new weights then sample all later tokens, with keys and values that they computed
-themselves. Every token carries the weight version that sampled it.
+The driver runs each generation in a thread of its own. A push can happen in the middle of a turn: the new weights
+then sample all later tokens, with keys and values that they computed themselves. Every token carries the weight
+version that sampled it.
 """
 
 from __future__ import annotations
@@ -24,10 +23,8 @@ class GenerationsAhead:
     """The generations that are running, by their number.
 
     Args:
-        driver: runs the programs.
         limit: seconds that one request may take, beside those of the other generations.
-        at_once: whether the engine works only while the trainer waits for it, as engines in this process do. Then a
-            generation is complete when `begin` returns.
+        at_once: whether the engine works only while the trainer waits. Then `begin` returns a complete generation.
     """
 
     def __init__(self, driver: Driver, limit: float, *, at_once: bool = False) -> None:
@@ -40,30 +37,20 @@ class GenerationsAhead:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While weights are pushed: start no new request.
-
-        The engine keeps its running requests and continues them afterwards.
-        """
+        """While weights are pushed: start no new request. The engine continues its running requests afterwards."""
         with self._gate:
             yield
 
     def begin(self, number: int, starts: Sequence[Start], program: Program) -> None:
-        """Begin a generation.
-
-        Raises:
-            InputError: as in `Driver.begin`.
-            LockstepError: the engine did not take the first requests in time; with `at_once`, also as in
-                `Running.finish`.
-        """
-        running = self._driver.begin(
-            starts, program, limit=self._limit, patience=self._limit, gate=self._gate
-        )
+        """Begin a generation; a `LockstepError` if the engine does not take its first requests in time."""
+        limit = self._limit
+        running = self._driver.begin(starts, program, limit=limit, patience=limit, gate=self._gate)
         found: Future[Rollouts] = Future()
         if self._at_once:
             found.set_result(running.finish())
-            self._running[number] = running, found
-            return
         self._running[number] = running, found
+        if self._at_once:
+            return
 
         def work() -> None:
             try:
@@ -74,21 +61,15 @@ class GenerationsAhead:
         # A daemon thread, so that a program that ends does not wait for it.
         threading.Thread(target=work, name=f"lockstep-generation-{number}", daemon=True).start()
         # Generations start in order, because the engine serves requests in the order in which it gets them.
-        with waiting("the engine to begin a generation", self._limit):
-            has_begun = running.await_begin(self._limit)
+        with waiting("the engine to begin a generation", limit):
+            has_begun = running.await_begin(limit)
         if not has_begun:
-            raise LockstepError(f"generation {number} could not be begun within {self._limit:.0f} s")
+            raise LockstepError(f"generation {number} could not be begun within {limit:.0f} s")
 
     def take(self, number: int) -> Rollouts:
-        """Wait for the rollouts of a generation. Afterwards the generation no longer counts as running.
+        """Wait for the rollouts of a generation, which then no longer counts as running. Raises as `Running.finish`.
 
-        Each of its requests has a time limit, and so has the time in which it makes no request. These limits bound
-        the wait.
-
-        Raises:
-            EngineLost: the engine was lost in the meantime.
-            ProofError: an answer does not match its request.
-            LockstepError: the engine was closed, a program failed, or a time limit passed.
+        The time limits of its requests, and of the time without a request, bound the wait.
         """
         running, found = self._running[number]
         with waiting("the rollouts of a generation", None, lambda: f"{len(running.finished())} are finished"):
@@ -97,7 +78,7 @@ class GenerationsAhead:
         return rollouts
 
     def finished(self) -> dict[int, list[Rollout]]:
-        """The rollouts of each running generation that are finished by now, by the number of the generation."""
+        """The rollouts that are finished by now, by the number of their generation."""
         return {number: running.finished() for number, (running, _) in self._running.items()}
 
     def forget_unfinished(self) -> None:

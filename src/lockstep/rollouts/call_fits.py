@@ -1,7 +1,4 @@
-"""What to do about a user's function whose parameters do not fit its call, to follow Python's own text.
-
-Comes from: a call that raised. Goes to: the error of whoever called.
-"""
+"""What to do about a user's function whose parameters do not fit its call, to follow Python's own text."""
 
 from __future__ import annotations
 
@@ -11,26 +8,14 @@ from typing import Any
 
 
 def not_callable_as(function: Callable[..., Any], called: str, *given: Any, **named: Any) -> str:
-    """Advice about a function that is called by position.
-
-    Args:
-        called: the call as a user would write it, such as `rollout_func(prompts, trainer)`.
-
-    Returns:
-        The advice, beginning with a semicolon; empty: the parameters fit.
-    """
+    """Advice about a function called by position, as in `called`; it begins with a semicolon. Empty: it fits."""
     return "" if _fits(function, given, named) else f"; it is called as {called}: give it these parameters"
 
 
 def not_callable_by_name(
     function: Callable[..., Any], given: Mapping[str, Any], who: str, example: str
 ) -> str:
-    """The same of a function that gets all arguments by name, among them the columns of the data.
-
-    Args:
-        who: who gets them, in words.
-        example: a definition that fits.
-    """
+    """The same of a function that `who` get called by name, with every column of the data; `example` would fit."""
     if _fits(function, (), given):
         return ""
     parameters = inspect.signature(function).parameters.values()
@@ -41,8 +26,7 @@ def not_callable_by_name(
     if missing:
         return (
             f"; it asks for {', '.join(missing)}, and {who} get {', '.join(sorted(given)) or 'nothing'}: "
-            f"rename the parameter, add "
-            "the column, or give the parameter a default"
+            "rename the parameter, add the column, or give the parameter a default"
         )
     return (
         f"; {who} get all their arguments and every column of the data by name: add **kwargs to its "

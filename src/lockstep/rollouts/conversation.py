@@ -1,8 +1,6 @@
 """One rollout while it is being made: the ids so far, each marked as sampled or inserted.
 
-A program is a coroutine that makes one rollout: it asks for the next turn, inserts ids, or starts a branch. The driver
-runs many programs at once, passes their requests to the engine, and makes a `Rollout` of each conversation when its
-program has returned.
+A program is a coroutine that makes one rollout: it asks for the next turn, inserts ids, or starts a branch.
 """
 
 from __future__ import annotations
@@ -39,17 +37,13 @@ Program = Callable[["Conversation"], Awaitable[None]]
 class OutOfRoom(LockstepError):
     """A program wanted to add more ids than the rollout's budget or the engine's context has room for.
 
-    A program may catch it. If it does not, the rollout ends there as one that was cut at the length limit.
+    If the program does not catch it, the rollout ends there as one that was cut at the length limit.
     """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """The N ids that the engine sampled in one call.
-
-    Attributes:
-        answer: the engine's answer, up to the token that completes a stop string.
-    """
+    """The N ids that the engine sampled in one call: its answer, up to the token that completes a stop string."""
 
     answer: Completion
     _decode: Decode
@@ -88,8 +82,6 @@ class Turn:
 class Branch:
     """Ids that follow one prompt: sampled and inserted ones, in order. Only one call may be open at a time.
 
-    Made by `Conversation.branch`.
-
     Attributes:
         prompt_ids: (P,) int64 ids before the branch. None of them is learned from in this branch.
         pictures: the pictures whose placeholders are in the ids so far; None: there are none.
@@ -109,11 +101,7 @@ class Branch:
     @property
     def ids(self) -> Ids:
         """The prompt's ids and everything after them."""
-        return (
-            joined([self.prompt_ids, *(_ids_of(part) for part in self._parts)])
-            if self._parts
-            else self.prompt_ids
-        )
+        return joined([self.prompt_ids, *map(_ids_of, self._parts)]) if self._parts else self.prompt_ids
 
     @property
     def room(self) -> int:
@@ -122,7 +110,7 @@ class Branch:
 
     @property
     def _added(self) -> int:
-        return sum(len(_ids_of(part)) for part in self._parts)
+        return sum(map(len, map(_ids_of, self._parts)))
 
     async def sample(
         self, max_tokens: int | None = None, progress: Progress | None = None, stop: Sequence[str] = ()
@@ -131,14 +119,12 @@ class Branch:
 
         Args:
             max_tokens: largest number of ids of this turn; None: as many as there is room for.
+            progress: called in the engine's thread with the ids of the turn so far, if the engine reports progress.
             stop: strings that end this turn, beside the run's stop strings.
-            progress: is called with the ids of the turn so far while it is sampled, in the engine's thread; only by
-                engines that report progress (`contract/inbox.py`).
 
         Raises:
             OutOfRoom: there is no room for an id.
-            InputError: the sampling settings count the tokens of one call only, and this is not the rollout's first
-                call.
+            InputError: the sampling settings count the tokens of one call only, and this is not the first call.
         """
         if self._busy:
             raise LockstepError(
@@ -227,32 +213,26 @@ class Branch:
             return None
         if len(self._parts) == 1 and not self.ran_out:
             return self.turns[0].answer
-        inserted = any(not isinstance(part, Turn) for part in self._parts)
-        lengths = [len(_ids_of(part)) for part in self._parts]
+        is_turn, ids = [isinstance(part, Turn) for part in self._parts], [*map(_ids_of, self._parts)]
+        logprobs = [p.logprobs if isinstance(p, Turn) else filled(0.0, len(p)) for p in self._parts]
+        sampled = flags(np.repeat(is_turn, [*map(len, ids)]))
         # All turns or none have sets: they share the sampling distribution.
         kept = [turn.kept_ids for turn in self.turns if turn.kept_ids is not None]
         return Completion(
             key=self._key,
             prompt_ids=self.prompt_ids,
-            token_ids=joined([_ids_of(part) for part in self._parts]),
-            logprobs=joined(
-                [part.logprobs if isinstance(part, Turn) else filled(0.0, len(part)) for part in self._parts]
-            ),
+            token_ids=joined(ids),
+            logprobs=joined(logprobs),
             weight_versions=joined(self._versions()),
             finish_reason="length" if self.ran_out else self.turns[-1].finish_reason,
-            sampled=flags(np.repeat([isinstance(part, Turn) for part in self._parts], lengths))
-            if inserted
-            else None,
+            sampled=None if all(is_turn) else sampled,
             kept_ids=joined_kept_ids(kept) if kept else None,
             # Those of an earlier turn are the first ones of these.
             pictures=self.turns[-1].answer.pictures,
         )
 
     def _versions(self) -> list[Ids]:
-        """The versions of each part.
-
-        Inserted ids get the version of the weights that continued after them, because these weights
-        read the ids first. At the end of the branch it is the version of the last sampled id."""
+        """The versions of each part. Inserted ids get that of the weights that continued after them, and read them."""
         following = self.turns[-1].weight_versions[-1:]
         found: list[Ids] = []
         for part in reversed(self._parts):
@@ -332,11 +312,8 @@ class Conversation:
     def branch(self, prompt_ids: Ids | Sequence[int], pictures: PromptPictures | None = None) -> Branch:
         """Continue from other ids: a new branch, which is now the current one.
 
-        The rollout is a tree. Each sampled id is learned from in the branch in which it was sampled, and is context
-        in all others. An older branch can still be continued by its own methods.
-
-        Args:
-            pictures: the pictures whose placeholders are in these ids; None: there are none.
+        Each sampled id is learned from in the branch in which it was sampled, and is context in all others. An older
+        branch can still be continued by its own methods. `pictures` are those whose placeholders are in these ids.
 
         Raises:
             LockstepError: the ids have placeholders of the prompt's pictures, and no pictures are given.
@@ -357,18 +334,15 @@ class Conversation:
         progress: Progress | None = None,
         stop: Sequence[str] = (),
     ) -> Completion:
-        """The engine's answer to the next call of this rollout. Used by its branches.
-
-        Each call has a seed of its own. It depends on nothing but the rollout's seed and the number of the call.
-        """
+        """The engine's answer to the next call, whose seed depends only on the rollout's seed and the call's number."""
         number, seed = self._calls, self._seed_of_last_call
         if number:
             check_several_calls(self.sampling, f"rollout {self.key}")
             seed = derived_seed(seed, "going on")
         self._calls, self._seed_of_last_call = number + 1, seed
-        sampling = (
-            self.sampling if most == self.sampling.max_tokens else replace(self.sampling, max_tokens=most)
-        )
+        sampling = self.sampling
+        if most != sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=most)
         own = tuple(dict.fromkeys(text for text in stop if text not in sampling.stop))
         if own:
             sampling = replace(sampling, stop=(*sampling.stop, *own))
@@ -380,25 +354,21 @@ class Conversation:
             self._reserved -= most
 
     def took(self, turn: Turn, branch: Branch, end: int) -> None:
-        """Count a turn that ends after `end` added ids of a branch. Used by the branches."""
+        """Count a turn that ends after `end` added ids of a branch."""
         self._turns.append((branch, end, turn.finish_reason))
         self.spend(len(turn.token_ids))
 
     def spend(self, count: int) -> None:
-        """Take ids from the budget. Used by the branches."""
+        """Take ids from the budget."""
         self._left -= count
 
     def rollout(self) -> Rollout:
-        """The finished rollout, without branches in which nothing was sampled.
-
-        If there is no other, its completion has no ids.
-        """
+        """The finished rollout, without branches in which nothing was sampled; without any, it has no ids."""
         sampled = [branch for branch in self.branches if branch.turns]
         completions = [found for branch in sampled if (found := branch.completion()) is not None]
         if not completions:
-            completions = [
-                Completion(self.key, self.prompt.ids, whole_numbers([]), reals([]), whole_numbers([]), "stop")
-            ]
+            none = whole_numbers([])
+            completions = [Completion(self.key, self.prompt.ids, none, reals([]), none, "stop")]
         if self.branches[-1].ran_out:
             completions[-1] = replace(completions[-1], finish_reason="length")
         # The first branch in which the engine sampled has the key of the rollout.
@@ -414,14 +384,11 @@ class Conversation:
 
 
 def check_several_calls(sampling: Sampling, who: str) -> None:
-    """Refuse sampling settings that count the tokens of one call, for rollouts of several calls.
-
-    Raises:
-        InputError: a setting would start counting again with each call.
-    """
+    """Refuse (`InputError`) settings that count the tokens of one call, for rollouts of several calls."""
     if names := sampling.counting_fields:
         raise InputError(
-            f"{' and '.join(names)} would start again when {who} continues: not supported for rollouts of several calls"
+            f"{' and '.join(names)} would start again when {who} continues: "
+            "not supported for rollouts of several calls"
         )
 
 

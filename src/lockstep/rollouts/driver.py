@@ -1,5 +1,4 @@
-"""From prompts to groups of rollouts: runs the programs of many rollouts at once, and keeps the engine busy with
-their requests.
+"""From prompts to groups of rollouts: runs the programs of many rollouts at once, and keeps the engine busy.
 
 Every rollout is a coroutine (`rollouts/conversation.py`). All of them run on one event loop, in a thread of the
 driver. The engine works in the calling thread: vLLM and torch then always compute in the same thread. Requests go to
@@ -30,8 +29,7 @@ from lockstep.tokens.arrays import Ids
 
 OnRollout = Callable[[Rollout], None]
 Rollouts = dict[RequestKey, Rollout]
-# Turns of the event loop in which a program reacts to an answer, if it waits for nothing else, and the seconds that
-# they may take.
+# Turns of the event loop in which a program reacts to an answer if it waits for nothing else, and their seconds.
 _TURNS, _SETTLING = 8, 5.0
 # Seconds in which programs can end after an error.
 _ENDING = 10.0
@@ -46,11 +44,6 @@ class Start:
     key: RequestKey
     seed: int
     sampling: Sampling
-
-    @property
-    def request(self) -> GenerationRequest:
-        """The request for all tokens that the rollout may have."""
-        return GenerationRequest(self.key, self.prompt.ids, self.sampling, self.seed, self.prompt.pictures)
 
 
 class RolloutRecord(Protocol):
@@ -73,8 +66,7 @@ class Driver:
     Args:
         tokenizer: decodes ids to text. It never makes ids.
         record: makes the record of one rollout (`watch/custody.py`).
-        calls: runs the calls of tools and environments that programs make; None: programs wait for nothing but the
-            engine.
+        calls: runs the calls of tools and environments; None: programs wait for nothing but the engine.
         check: raises if an answer does not fit its request (`watch/samples.py`).
     """
 
@@ -121,18 +113,15 @@ class Driver:
             on_rollout: called with each rollout as soon as it is finished, from the thread of the programs. It must
                 not block.
             limit: seconds that one request may take in the engine; None: the engine's own limit.
-            patience: seconds without any request after which programs that have not ended are given up; None: the
-                engine's own limit.
+            patience: seconds without a request after which programs are given up; None: the engine's own limit.
             gate: held by whoever pushes weights meanwhile (`contract/inbox.py`).
 
         Raises:
-            InputError: a prompt is empty or does not fit into the engine's context, or the sampling settings name a
-                token that the model does not have, or more ids than the engine can take; then nothing has been started.
-            ProofError: no version is committed.
+            InputError, ProofError: as in `check_requests`; then nothing has been started.
         """
         settings = self.engine.settings()
         context = settings.max_model_len
-        requests = [start.request for start in starts]
+        requests = [GenerationRequest(s.key, s.prompt.ids, s.sampling, s.seed) for s in starts]
         check_requests(requests, self.engine.version, context, settings.vocab_size, settings.request_limits)
         missing, found = {start.key for start in starts}, Rollouts()
         places = {start.key: place for place, start in enumerate(starts)}
@@ -178,11 +167,7 @@ class Driver:
         return running
 
     def _settle(self) -> None:
-        """Wait until every program has reacted to its answer, if it waits for nothing but the engine, this thread and
-        quick tools.
-
-        An error of this wait is raised. If the time limit passes, the engine goes on.
-        """
+        """Wait until every program has reacted to its answer, or waits for a slow tool. Later than the limit: go on."""
         reactions = self.loop.start(_reactions(self._calls), lambda none: none)
         self._errands.do_during(reactions, _SETTLING)
         if reactions.done():
@@ -258,10 +243,8 @@ def collect(
         InputError: a prompt does not fit the engine's context.
     """
     with Driver(engine, tokenizer, record) as driver:
-        starts = starts_for(
-            prompts, sampling, num_generations=num_generations, run_seed=run_seed, version=version
-        )
-        return sampled_now(driver, prompts, starts, version, program=program)
+        counts = {"num_generations": num_generations, "run_seed": run_seed, "version": version}
+        return sampled_now(driver, prompts, starts_for(prompts, sampling, **counts), version, program=program)
 
 
 def sampled_now(
@@ -276,9 +259,7 @@ def sampled_now(
 ) -> list[RolloutGroup]:
     """Groups of rollouts whose every token the engine samples with the weights of `version`.
 
-    Args:
-        starts: the beginnings of all rollouts of `prompts`.
-        on_rollout, limit: as in `Driver.run`.
+    `starts` are the beginnings of all rollouts of `prompts`.
 
     Raises:
         ProofError: the engine holds another version, or an answer fails its checks.
@@ -292,13 +273,12 @@ def sampled_now(
         )
     rollouts = driver.run(starts, program, on_rollout, limit=limit)
     # The inbox has checked each answer against its request. This checks that the trainer's weights sampled all of them.
-    for completion in (completion for rollout in rollouts.values() for completion in rollout.branches):
+    for completion in (branch for rollout in rollouts.values() for branch in rollout.branches):
         if (completion.weight_versions != version).any():
             raise ProofError(
                 "version",
                 f"request {completion.key} has tokens sampled at versions "
-                f"{np.unique(completion.weight_versions).tolist()}; the "
-                f"trainer last pushed {version}",
+                f"{np.unique(completion.weight_versions).tolist()}; the trainer last pushed {version}",
                 "another program pushed weights to the engine while it sampled",
                 "let one trainer own the engine",
             )
@@ -308,11 +288,9 @@ def sampled_now(
 def starts_for(
     prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int, run_seed: int, version: int
 ) -> list[Start]:
-    """The beginning of one rollout per sample.
+    """The beginning of one rollout per sample. Its seed depends on the run, the version, the prompt and the sample.
 
-    Args:
-        version: weight version that learns from these rollouts first. Seeds depend on it, on the run, the prompt and
-            the sample.
+    `version` is the weight version that learns from these rollouts first.
     """
     return [
         Start(prompt, key, request_seed(run_seed, version, key), sampling)
@@ -393,6 +371,5 @@ async def _reactions(calls: ToolCalls | None) -> None:
 
 def _named(keys: set[RequestKey]) -> str:
     names = sorted(str(key) for key in list(keys))
-    return f"rollout {', '.join(names[:_NAMED])}" + (
-        f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
-    )
+    others = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
+    return f"rollout {', '.join(names[:_NAMED])}{others}"

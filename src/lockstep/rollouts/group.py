@@ -1,11 +1,8 @@
 """Prompts, rollouts and groups, and the seal that a rollout bears from its sampling to its loss.
 
-The types of rollouts: prompt, rollout and group. A group is an object; no code derives groups from an order.
-
-The seal of a rollout: digests of what was sampled, and of the text and the row that its rewards belong to.
-
-The seal is made when the engine's last answer is in, and stays with the rollout through other ranks and reward
-functions. The digests are made again from the scored groups and from the tensors of the loss, and compared.
+A group is an object; no code derives groups from an order. A seal has digests of what was sampled, and of the text and
+the row that the rewards belong to. It is made when the engine's last answer is in, and stays with the rollout through
+other ranks and reward functions. The digests are made again from the scored groups and from the tensors of the loss.
 """
 
 from __future__ import annotations
@@ -49,9 +46,8 @@ class TurnEnd(NamedTuple):
     """Where one answer of the engine ends in its rollout, and why.
 
     Attributes:
-        branch: index of its branch in `Rollout.branches`.
+        branch: index in `Rollout.branches`.
         end: number of ids of this branch (`Completion.token_ids`) up to the last id of the answer.
-        finish_reason: the engine's: `stop` or `length`.
     """
 
     branch: int
@@ -74,25 +70,23 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One rollout of a prompt, with its scores and reward.
+    """One rollout of a prompt, with its scores and reward: a tree of ids, mostly of one branch.
 
-    A rollout is a tree of ids. Most have one branch. Further branches exist where the program continued from ids that
-    do not extend the earlier ones. Each sampled id is marked as sampled in exactly one branch.
+    Further branches exist where the program continued from ids that do not extend the earlier ones. Each sampled id is
+    marked as sampled in exactly one branch.
 
     Attributes:
         completion: the first branch. Its key is the key of the rollout.
         text: the decoded ids of all branches, for reward functions and reports. It is never encoded again.
         scores: one score per reward function, by name. None: the function gave no score.
-        reward: weighted sum of the scores. NaN: there is no score, or the rollout is not scored yet. A rollout
-            without a reward is in no baseline and has no advantage. (A KL or entropy term in the loss also covers its
-            tokens.)
+        reward: weighted sum of the scores. NaN: there is no score, or the rollout is not scored yet. A rollout without
+            a reward is in no baseline and has no advantage. (A KL or entropy term of the loss also covers its tokens.)
         extra: values that reward functions logged for this rollout with `log_extra`, by column.
         further: the other branches, in the order in which they were begun.
         turns: the end of each of the engine's answers, in the order in which they came.
-        notes: what the program that made the rollout kept, in JSON types: `messages` after
-            the prompt, `finish_reasons` of their assistant's turns, `prompt` if it differs from the row's, `columns`
-            for reward functions, `rewards` of an environment by its class, `failed` if an environment failed, and
-            counts.
+        notes: what the program kept, in JSON types: `messages` after the prompt, `finish_reasons` of their assistant's
+            turns, `prompt` if it differs from the row's, `columns` for reward functions, `rewards` of an environment by
+            its class, `failed` if an environment failed, and counts.
         seal: what the loss must be computed from; None: the rollout was not made by the driver or by a `rollout_func`.
     """
 
@@ -118,7 +112,7 @@ class Rollout:
 
     @property
     def finish_reasons(self) -> tuple[FinishReason, ...]:
-        """The finish reason of each of the engine's answers, in the order in which they came."""
+        """The finish reason of each of the engine's answers, in their order."""
         return tuple(turn.finish_reason for turn in self.turns)
 
     @property
@@ -150,9 +144,7 @@ class RolloutGroup:
     rollouts: tuple[Rollout, ...]
 
     def __post_init__(self) -> None:
-        strangers = [
-            r.completion.key for r in self.rollouts if r.completion.key.prompt_id != self.prompt.prompt_id
-        ]
+        strangers = [r.key for r in self.rollouts if r.key.prompt_id != self.prompt.prompt_id]
         if strangers:
             raise ValueError(f"rollout {strangers[0]} does not belong to prompt {self.prompt.prompt_id}")
 
@@ -174,31 +166,20 @@ def seal_of(rollout: Rollout, prompt: Prompt) -> Seal:
 
 
 def row_of(prompt: Prompt) -> str:
-    """Digest of a row: its prompt id, its token ids, and all of its columns.
-
-    A value that is no JSON type counts with its type.
-    """
-    columns = json.dumps(
-        [prompt.source, dict(prompt.columns)], default=lambda value: type(value).__qualname__, sort_keys=True
-    )
-    return digest_of(prompt.prompt_id, prompt.ids, columns)
+    """Digest of a row: its prompt id, token ids and columns. A value that is no JSON type counts with its type."""
+    row = [prompt.source, dict(prompt.columns)]
+    text = json.dumps(row, default=lambda value: type(value).__qualname__, sort_keys=True)
+    return digest_of(prompt.prompt_id, prompt.ids, text)
 
 
 def words_of(key: RequestKey, text: str, row: str) -> str:
-    """Digest of the text of a rollout and of its row.
-
-    Args:
-        row: the digest of `row_of`.
-    """
+    """Digest of the text of a rollout and of its row, which is given as the digest of `row_of`."""
     return digest_of(str(key), text, row)
 
 
 def tokens_of(completion: Completion) -> tuple[str, str]:
-    """Digests of one branch: of all ids and positions that its log-probs depend on, and of the engine's log-probs.
-
-    A model reads the ids up to the one that predicts the last sampled token. Each sampled token is predicted at a
-    position.
-    """
+    """Digests of a branch: of the ids and positions that its log-probs depend on, and of the engine's log-probs."""
+    # A model reads the ids up to the one that predicts the last sampled token.
     places, before = completion.sampled_places, len(completion.prompt_ids)
     path = joined([completion.prompt_ids, completion.token_ids[: places[-1]]])
     name, targets = str(completion.key), completion.token_ids[places]

@@ -1,16 +1,14 @@
 """Communication of several trainer ranks, one of which owns the engine.
 
-Every rank sends its part, the owner works on all parts, and each rank gets an answer. The trainers and `extras/trl/`
-make the same calls on every rank. One call is one gather and one scatter. A rank without data also takes part. An
-error on any rank is raised on all ranks. No answer is matched by its position. Ranks send JSON and arrays
-(`rollouts/wire.py`), without pickle. If the answer is the same object for every rank, the owner encodes it once and
-broadcasts it.
+Every rank sends its part, the owner works on all parts, and each rank gets an answer: one gather and one scatter per
+call. Every rank makes every call, also a rank without data, and an error on any rank is raised on all of them. Ranks
+send JSON and arrays (`rollouts/wire.py`), without pickle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -40,20 +38,16 @@ class Ranks:
         self._limit = limit
         self.rank = dist.get_rank() if several else _OWNER
         self.count = dist.get_world_size() if several else 1
-        # A separate group. If a rank already runs the trainer's collectives, a call here times out instead of mixing
-        # with them.
-        with waiting("every rank to begin", limit) if several else nullcontext():
-            self._group = (
-                dist.new_group(backend="gloo", timeout=timedelta(seconds=limit)) if several else None
-            )
+        self._group: dist.ProcessGroup | None = None
+        if several:
+            # A group of its own: a call here times out instead of mixing with the trainer's collectives.
+            with waiting("every rank to begin", limit):
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit))
         # Where models are sharded: what all ranks must do together (`shards/passes.py`).
         self.passes: Passes | None = None
 
     def share_passes(self) -> Passes:
-        """The passes of this run's sharded models.
-
-        From now on, a rank that waits in a call plays along. Every rank calls this.
-        """
+        """The passes of this run's sharded models. Every rank calls this; from then on, ranks that wait play along."""
         if self.passes is None:
             self.passes = Passes(self._limit)
         return self.passes
@@ -67,14 +61,14 @@ class Ranks:
         """Do one task on all ranks together. Every rank must make this call.
 
         Args:
-            name: name of the task. It must be the same on all ranks.
+            name: the same on all ranks.
             offer: makes this rank's part (JSON types and arrays), or raises an error if the part is invalid.
-            work: only the owner calls it, with the parts of all ranks in the order of ranks. It returns one answer
-                per rank, in the same order (JSON types and arrays; tuples arrive as lists, arrays are read-only).
+            work: only the owner calls it, with the parts in the order of ranks. It returns one answer per rank, in the
+                same order (JSON types and arrays; tuples arrive as lists, arrays are read-only).
 
         Raises:
-            LockstepError: on every rank, if a part was refused, if the work failed (`InputError` and `ProofError`
-                keep their type), or if a rank did not make the call within the limit.
+            LockstepError: on every rank, if a part was refused, if the work failed (`InputError` and `ProofError` keep
+                their type), or if a rank did not make the call within the limit.
         """
         if self._group is None:
             (answer,) = work([offer()])
@@ -89,8 +83,7 @@ class Ranks:
         cause = done.error or mine.error
         if outcome.failure is not None:
             if cause is not None and not isinstance(cause, LockstepError):
-                # Errors such as an interrupt or a lack of memory keep their type only on the rank on which they
-                # happened.
+                # An interrupt or a lack of memory keeps its type only on the rank on which it happened.
                 raise cause
             raise outcome.failure.rebuilt() from cause
         return outcome.value
@@ -98,14 +91,9 @@ class Ranks:
     def from_owner(
         self, name: str, make: Callable[[], T], pack: Callable[[T], Any], unpack: Callable[[Any], T]
     ) -> T:
-        """Return the value that the owner makes on every rank. Every rank must make this call.
+        """Return on every rank the value that the owner makes. Every rank must make this call; raises as `call`.
 
-        Args:
-            make: only the owner calls it.
-            pack, unpack: convert the value to JSON types and arrays, and back, for the other ranks.
-
-        Raises:
-            LockstepError: on every rank, if the work failed, or if a rank did not make the call within the limit.
+        `pack` and `unpack` convert the value to JSON types and arrays, and back, for the other ranks.
         """
         made: list[T] = []
 
@@ -118,19 +106,11 @@ class Ranks:
         return made[0] if made else unpack(answer)
 
     def on_owner(self, name: str, work: Callable[[], Any]) -> None:
-        """Do something on the owner alone while the other ranks wait. Every rank must make this call.
-
-        Raises:
-            LockstepError: on every rank, if the work failed, or if a rank did not make the call within the limit.
-        """
+        """Do something on the owner alone while the other ranks wait. Every rank makes this call; raises as `call`."""
         self.from_owner(name, work, lambda _: None, lambda _: None)
 
     def share(self, name: str, part: Callable[[], T]) -> list[T]:
-        """Return the parts of all ranks on every rank, in the order of ranks. Parts are JSON types and arrays.
-
-        Raises:
-            LockstepError: on every rank, if the work failed, or if a rank did not make the call within the limit.
-        """
+        """Return the parts of all ranks on every rank, in their order: JSON types and arrays. Raises as `call`."""
         return self.call(name, part, lambda parts: [list(parts)] * len(parts))
 
     def _met(self, name: str, tried: _Tried) -> _Tried:
@@ -177,8 +157,7 @@ class Ranks:
 
     def _scattered(self, done: _Outcome) -> _Outcome:
         frames = self._frames(done.name, self._outcomes(done)) if self.owner else []
-        # The size of each rank's answer. An answer that all ranks share is broadcast; then all sizes but the first
-        # are 0.
+        # An answer that all ranks share is broadcast; then all sizes but the first are 0.
         sizes = torch.tensor([len(frame) for frame in frames] + [0] * (self.count - len(frames)))
         dist.broadcast(sizes, _OWNER, group=self._group)
         width = int(sizes.max())
@@ -217,29 +196,19 @@ class Ranks:
             said = str(error).partition(". This is typically")[0].strip()[-160:]
             raise LockstepError(
                 f"rank {self.rank} waited at {name!r} for {whom}, which is gone or did not come within "
-                f"{self._limit:.0f} s "
-                f"({said}); look at the other ranks' output, and check that all ranks make the same calls (a "
-                f"loop over tools must "
-                "not end earlier on some ranks)"
+                f"{self._limit:.0f} s ({said}); look at the other ranks' output, and check that all ranks make "
+                "the same calls (a loop over tools must not end earlier on some ranks)"
             ) from error
 
 
 def _padded(frame: bytearray, width: int) -> torch.Tensor:
-    found = torch.frombuffer(frame, dtype=torch.uint8)
-    return (
-        found
-        if len(frame) == width
-        else torch.cat([found, torch.zeros(width - len(frame), dtype=torch.uint8)])
-    )
+    found, missing = torch.frombuffer(frame, dtype=torch.uint8), width - len(frame)
+    return torch.cat([found, torch.zeros(missing, dtype=torch.uint8)]) if missing else found
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error in a form that can be sent to other processes completely.
-
-    Attributes:
-        fields: the arguments from which the error is made again. The message is the first.
-    """
+    """An error that other processes can make again: `fields` are its arguments, the message first."""
 
     rank: int
     kind: str
@@ -250,13 +219,8 @@ class _Failure:
         if isinstance(error, ProofError):
             return cls(rank, "proof", error.fields())
         if isinstance(error, LockstepError):
-            kind = (
-                "input"
-                if isinstance(error, InputError)
-                else "broken"
-                if isinstance(error, BrokenPass)
-                else "other"
-            )
+            kinds = {InputError: "input", BrokenPass: "broken"}
+            kind = next((name for of, name in kinds.items() if isinstance(error, of)), "other")
             return cls(rank, kind, (str(error),))
         return cls(rank, "other", (f"{type(error).__name__}: {str(error).strip()[:600]}",))
 
@@ -284,23 +248,16 @@ class _Outcome:
     failure: _Failure | None = None
 
     def frame(self) -> bytearray:
-        """The bytes of the outcome.
-
-        Raises:
-            TypeError, ValueError: the value contains something that cannot be sent.
-        """
+        """The bytes of the outcome; TypeError or ValueError if something in the value cannot be sent."""
         failure = self.failure
         return encode({"name": self.name, "value": self.value, "failure": failure and asdict(failure)})
 
     @classmethod
     def read(cls, frame: torch.Tensor) -> _Outcome:
         found = decode(frame.numpy())
-        failure = found["failure"]
-        return cls(
-            found["name"],
-            found["value"],
-            failure and _Failure(**{**failure, "fields": tuple(failure["fields"])}),
-        )
+        if failure := found["failure"]:
+            failure = _Failure(failure["rank"], failure["kind"], tuple(failure["fields"]))
+        return cls(found["name"], found["value"], failure)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
-"""Repeats work that lost its engine: waits for the engine, stops trusting it, and does the work again from its start.
+"""Repeats work that lost its engine, from its start.
 
-Only whole pieces of work are repeated: a push with its probe, or a generation. A single call is never repeated,
-because nobody knows what a lost call left behind. Every request has a seed of its own, so repeated work gives the
-same tokens.
+Only whole pieces of work are repeated, such as a push with its probe. A single call is never repeated, because nobody
+knows what a lost call left behind. Every request has a seed of its own, so repeated work gives the same tokens.
 """
 
 from __future__ import annotations
@@ -17,28 +16,19 @@ from lockstep.errors import EngineLost, LockstepError
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# How often one piece of work may lose its engine. Without a bound, work that kills the engine would be repeated
-# forever.
+# How often one piece of work may lose its engine. Work that kills the engine must not be repeated forever.
 _LOSSES = 4
 
 
 class Recovery:
-    """Repeats work that lost its engine.
-
-    Args:
-        distrust: called when the engine answers again, because it may be another engine with other weights.
-    """
+    """Counts lost engines. `distrust` is called when an engine answers again: its weights may be others."""
 
     def __init__(self, distrust: Callable[[], None]) -> None:
         self._distrust = distrust
         self.losses = 0
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do `work`, and do it again from its start each time the engine is lost.
-
-        Raises:
-            LockstepError: the engine did not come back in time, or was lost too often.
-        """
+        """Do `work`, again from its start each time the engine is lost: at most four times, then a `LockstepError`."""
         for _ in range(_LOSSES):
             try:
                 return work()

@@ -1,18 +1,8 @@
-"""Rollouts and scores as bytes, for ranks that did not sample them.
+"""Rollout groups and their scores as bytes, and back, for ranks that did not sample or score them.
 
-Rollout groups and their scores in JSON types and arrays, and back, for ranks that did not sample or score them.
-
-Prompts are not sent, because every rank has the same prompts (`run/data/prompts.py` compares them).
-
-Converts values of JSON types and arrays to bytes and back: a JSON header, then the memory of each array.
-
-No pickle is involved. The header has the dtype, shape and offset of each array. Only a few dtypes are allowed. If the
-length of the bytes does not match the header exactly, `decode` refuses them.
-
-The pictures of completions in JSON types and arrays, and back, for ranks that did not sample them.
-
-The pictures of a prompt are not sent: every rank has read them, and finds them by the prompt's id. A completion whose
-pictures are not those of its prompt sends them, each picture once for all completions.
+The bytes are a JSON header, then the memory of each array; no pickle is involved. Prompts and their pictures are not
+sent: every rank has read them (`run/data/prompts.py` compares them). A completion whose pictures are not those of its
+prompt sends them, each picture once for all completions.
 """
 
 from __future__ import annotations
@@ -41,11 +31,8 @@ Pair = tuple[PromptPictures | None, PromptPictures | None]
 
 def picture_to_wire(picture: Picture) -> dict[str, Any]:
     """The pixels of one picture, with what they say of its place in a prompt."""
-    return {
-        "pixel_values": picture.pixel_values.numpy(),
-        "grid": picture.grid.numpy(),
-        "tokens": picture.tokens,
-    }
+    arrays = {"pixel_values": picture.pixel_values.numpy(), "grid": picture.grid.numpy()}
+    return {**arrays, "tokens": picture.tokens}
 
 
 def picture_from_wire(data: Mapping[str, Any]) -> Picture:
@@ -88,10 +75,7 @@ def pictures_to_wire(pairs: Sequence[Pair]) -> dict[str, Any]:
 def pictures_from_wire(
     data: Mapping[str, Any], owns: Sequence[PromptPictures | None]
 ) -> Iterator[PromptPictures | None]:
-    """What each completion was shown, in order.
-
-    Args:
-        owns: the pictures of each completion's prompt.
+    """What each completion was shown, in order. `owns` are the pictures of each completion's prompt.
 
     Raises:
         ValueError: a picture is missing or has changed, or a completion has the pictures of a prompt that has none.
@@ -130,7 +114,7 @@ _COLUMNS = ("token_ids", "logprobs", "weight_versions")
 
 
 def groups_to_wire(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-    """Groups, named by the ids of their prompts. Each column of values per token is one array for all branches.
+    """Groups, by the ids of their prompts. Each column of values per token is one array for all branches.
 
     Raises:
         InputError: the notes of a rollout cannot be sent.
@@ -140,9 +124,8 @@ def groups_to_wire(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     branches = [completion for rollout in rollouts for completion in rollout.branches]
     masks = [c.sampled for c in branches if c.sampled is not None]
     # A first branch usually has the prompt of the data set. Every other prompt is sent.
-    own = [
-        c is not r.completion or not np.array_equal(c.prompt_ids, p.ids) for p, r in pairs for c in r.branches
-    ]
+    shown = [(prompt, rollout, c) for prompt, rollout in pairs for c in rollout.branches]
+    own = [c is not r.completion or not np.array_equal(c.prompt_ids, p.ids) for p, r, c in shown]
     prompts = [c.prompt_ids for c, is_own in zip(branches, own, strict=True) if is_own]
     notes = [dict(rollout.notes) for rollout in rollouts]
     _check_json(notes, "conversation.notes")
@@ -162,7 +145,7 @@ def groups_to_wire(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
         "own_prompts": own,
         "prompt_lengths": np.array([len(ids) for ids in prompts], dtype=np.int64),
         "prompt_ids": joined(prompts) if prompts else whole_numbers([]),
-        **pictures_to_wire([(c.pictures, p.pictures) for p, r in pairs for c in r.branches]),
+        **pictures_to_wire([(c.pictures, prompt.pictures) for prompt, _, c in shown]),
         **_kept_to_wire([c.kept_ids for c in branches]),
         **({name: joined([getattr(c, name) for c in branches]) for name in _COLUMNS} if branches else {}),
     }
@@ -192,17 +175,13 @@ def groups_from_wire(data: Mapping[str, Any], prompts: Sequence[Prompt]) -> list
             "the ranks run different versions of Lockstep",
             "install the same version for every rank; otherwise this is a defect of Lockstep: report it",
         ) from error
-    places, end = {}, 0
-    for name, size in data["prompts"]:
-        places[name] = slice(end, end + size)
-        end += size
-    return [RolloutGroup(prompt, tuple(rollouts[places[prompt.prompt_id]])) for prompt in prompts]
+    left = iter(rollouts)
+    of = {name: tuple(itertools.islice(left, size)) for name, size in data["prompts"]}
+    return [RolloutGroup(prompt, of[prompt.prompt_id]) for prompt in prompts]
 
 
 def _kept_to_wire(kept: Sequence[KeptIds | None]) -> dict[str, Any]:
-    """The number of sets of each completion (None: it has none), and the sets of all completions, one after the
-    other.
-    """
+    """The number of sets of each completion (None: it has none), and all sets, one after the other."""
     found = [sets for sets in kept if sets is not None]
     whole = joined_kept_ids(found) if found else None
     return {
@@ -230,47 +209,30 @@ def _rollouts(data: Mapping[str, Any], prompts: Sequence[Prompt]) -> Iterator[Ro
     masks = iter(cut(data["sampled"], lengths[masked]))
     own_prompts = iter(cut(data["prompt_ids"], data["prompt_lengths"]))
     columns = zip(*(cut(data[name], lengths) for name in _COLUMNS), strict=True)
-    owns = [
-        prompt.pictures for prompt, count in zip(prompts, data["branches"], strict=True) for _ in range(count)
-    ]
+    owns = [p.pictures for p, count in zip(prompts, data["branches"], strict=True) for _ in range(count)]
     rest = zip(masked.tolist(), _kept_from_wire(data), pictures_from_wire(data, owns), columns, strict=True)
     branches = zip(data["calls"], data["finish_reasons"], data["own_prompts"], rest, strict=True)
     names = ("samples", "texts", "turns", "notes", "seals", "branches")
-    for prompt, sample, text, turns, notes, seal, count in zip(
-        prompts, *(data[name] for name in names), strict=True
-    ):
+    entries = zip(prompts, *(data[name] for name in names), strict=True)
+    for prompt, sample, text, turns, notes, seal, count in entries:
         own: list[Completion] = []
         for call, reason, has_prompt, more in itertools.islice(branches, count):
             has_mask, sets, shown, (ids, logprobs, versions) = more
             before, mask = next(own_prompts) if has_prompt else prompt.ids, next(masks) if has_mask else None
             key = RequestKey(prompt.prompt_id, sample, call)
             own.append(Completion(key, before, ids, logprobs, versions, reason, mask, sets, shown))
-        yield Rollout(
-            own[0],
-            text,
-            further=tuple(own[1:]),
-            turns=tuple(TurnEnd(*turn) for turn in turns),
-            notes=notes,
-            seal=_seal_from(seal),
-        )
+        ends, further = tuple(TurnEnd(*turn) for turn in turns), tuple(own[1:])
+        yield Rollout(own[0], text, further=further, turns=ends, notes=notes, seal=_seal_from(seal))
     if next(branches, None) is not None:
         raise ValueError("there are more branches than the rollouts have")
 
 
 def _seal_from(data: Any) -> Seal | None:
-    return (
-        None
-        if data is None
-        else Seal(data[0], {name: (ids, logps) for name, (ids, logps) in data[1].items()})
-    )
+    return data and Seal(data[0], {name: (ids, logps) for name, (ids, logps) in data[1].items()})
 
 
 def scores_to_wire(groups: Sequence[RolloutGroup]) -> dict[str, dict[str, Any]]:
-    """Scores, reward and extras of each rollout, by the name of the request.
-
-    Raises:
-        InputError: a reward function logged an extra that cannot be sent.
-    """
+    """Scores, reward and extras of each rollout, by its key; an `InputError` if an extra cannot be sent."""
     found = {
         str(r.key): {"scores": dict(r.scores), "reward": r.reward, "extra": dict(r.extra)}
         for group in groups
@@ -282,9 +244,6 @@ def scores_to_wire(groups: Sequence[RolloutGroup]) -> dict[str, dict[str, Any]]:
 
 def scores_from_wire(data: Sequence[Mapping[str, Any]], groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
     """The groups with the scores from all ranks.
-
-    Args:
-        data: the `scores_to_wire` of each rank.
 
     Raises:
         ProofError: a rollout was scored on no rank, or on several.
@@ -305,23 +264,18 @@ def _check_json(values: Any, what: str) -> None:
     try:
         json.dumps(values)
     except (TypeError, ValueError) as error:
-        raise InputError(
-            f"{what}: with several processes, values must be numbers, text, lists or mappings of these ({error})"
-        ) from error
+        kinds = "numbers, text, lists or mappings of these"
+        raise InputError(f"{what}: with several processes, values must be {kinds} ({error})") from error
 
 
-_DTYPES = {
-    name: np.dtype(name).newbyteorder("<") for name in ("int64", "int32", "float32", "float64", "bool")
-}
+_NAMES = ("int64", "int32", "float32", "float64", "bool")
+_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in _NAMES}
 # The header's length comes before the header. Arrays also begin at multiples of this size, so that they need no copy.
 _WORD = 8
 
 
 def encode(value: Any) -> bytearray:
-    """The bytes of a value.
-
-    Args:
-        value: JSON types and numpy arrays, nested to any depth. Tuples arrive as lists. Numbers arrive exactly.
+    """The bytes of JSON types and numpy arrays, nested to any depth. Tuples arrive as lists, numbers exactly.
 
     Raises:
         TypeError, ValueError: the value contains another type.
@@ -405,12 +359,8 @@ def _decoded(frame: memoryview) -> Any:
 
 
 def _array(data: memoryview, name: Any, shape: Any, offset: Any, expected: int) -> np.ndarray:
-    sizes = [*shape, offset]
-    if (
-        name not in _DTYPES
-        or offset != expected
-        or not all(type(size) is int and size >= 0 for size in sizes)
-    ):
+    fits = all(type(size) is int and size >= 0 for size in [*shape, offset])
+    if name not in _DTYPES or offset != expected or not fits:
         raise ValueError(f"an array of {name!r:.40} {shape!r:.40} at {offset!r:.40}")
     count = math.prod(shape)
     found = np.frombuffer(data, _DTYPES[name], count, offset) if count else np.empty(0, _DTYPES[name])

@@ -1,16 +1,11 @@
 """The engine of a run: started or found as the config asks, with servers that join and leave.
 
-Comes from: `OnlineConfig` and the policy. Goes to: the source of rollouts. Engines are started
-and found only here; what only servers can do is asked by `isinstance(engine, VLLMServer)`.
+Engines are started and found only here; what only servers can do is asked by `isinstance(engine, VLLMServer)`.
 
-Servers that join or leave a run between two generations.
-
-Comes from: the file that `vllm_server_url_file` names, read before every push, or the URLs of the config. Goes to: the
-engine's set of servers, and the receipt. This happens before and after each push, on the rank that holds the engine.
-
-A server that joins is at first an engine of its own. It passes what servers pass at the start: the checks of its
-settings, a push of all weights, a probe of every module, and the canary. It gets the weights that the others have
-just got. Therefore the next push can send all servers what changed.
+Servers change between two generations, before and after a push, on the rank that holds the engine, as the file of
+`vllm_server_url_file` says. A server that joins is at first an engine of its own. It passes what servers pass at the
+start: the checks of its settings, a push of all weights, a probe of every module, and the canary. It gets the weights
+that the others have just got. Therefore the next push can send all servers what changed.
 """
 
 from __future__ import annotations
@@ -64,18 +59,7 @@ def start_engine(
     policy: PreTrainedModel,
     ranks: int = 1,
 ) -> Engine:
-    """Start vLLM in this process, connect to servers in server mode, or start the transformers engine where vLLM is
-    missing.
-
-    Args:
-        policy: the trained model.
-        ranks: number of trainer processes.
-
-    Raises:
-        InputError: the engine cannot load the model; it cannot do what an option asks of it; vLLM was asked for
-            and is not installed; or a server was started without something that training needs.
-        LockstepError: a server did not answer in time.
-    """
+    """Start vLLM here, connect to servers in server mode, or start transformers where vLLM is missing."""
     further: dict[str, Any] = {}
     for arguments_for in asked(ENGINES, config):
         further |= arguments_for(policy)
@@ -131,12 +115,6 @@ def check_engine_arguments(config: OnlineConfig, model: str) -> None:
 
     The longest sequence is not known yet. What vLLM refuses both for the shortest that is possible and for the
     longest is wrong.
-
-    Args:
-        model: name, directory or hub id.
-
-    Raises:
-        InputError: vLLM cannot use a value.
     """
     if not config.vllm_engine_kwargs or not (
         vllm_installed() if config.use_vllm is None else config.use_vllm
@@ -173,12 +151,7 @@ def check_engine_arguments(config: OnlineConfig, model: str) -> None:
 def refuse_before_loading(config: OnlineConfig, model: str) -> None:
     """Refuse a model that the engine of a config does not run as the trainer does, before either has loaded it.
 
-    Args:
-        model: name, directory or hub id.
-
-    Raises:
-        InputError: the engine will be vLLM, and the model is of a family that vLLM runs differently; or already the
-            shortest prompts make sequences whose positions the engine would encode differently (`check_positions`).
+    So it is if already the shortest prompts make sequences whose positions would differ (`check_positions`).
     """
     elsewhere = config.vllm_mode == "server"
     on_vllm = elsewhere or (vllm_installed() if config.use_vllm is None else config.use_vllm)
@@ -200,49 +173,31 @@ def refuse_before_loading(config: OnlineConfig, model: str) -> None:
 
 
 def check_beside_ranks(ranks: int, workers: int, size_field: str, mode_field: str) -> None:
-    """Check that vLLM can run beside several trainer processes, one of which owns it.
+    """Check that vLLM does not run in one of several trainer processes: its `workers` must be processes of their own.
 
-    Args:
-        ranks: number of trainer processes.
-        workers: number of worker processes that vLLM starts; 1: its model would be in the trainer's process.
-        size_field, mode_field: names of the fields that set these, for the error.
-
-    Raises:
-        InputError: the model would be in a trainer process.
+    `size_field` and `mode_field` are the fields that set these, for the error.
     """
     if workers == 1:
         raise InputError(
             f"{ranks} trainer processes: vLLM in one of them would wait for the others in their process "
-            f"group. Set {size_field}: "
-            f"{ranks}, which splits one engine over {ranks} devices in processes of its own; or start "
-            f"'lockstep serve MODEL' and "
-            f"set {mode_field}: server"
+            f"group. Set {size_field}: {ranks}, which splits one engine over {ranks} devices in processes "
+            f"of its own; or start 'lockstep serve MODEL' and set {mode_field}: server"
         )
     if workers != ranks:
         _logger.warning(
             f"{ranks} trainer processes share one engine, which is split over {workers} devices "
-            f"({size_field}). It is slower, and "
-            f"leaves devices idle, if these numbers differ; several engines need 'lockstep serve' and "
-            f"{mode_field}: server"
+            f"({size_field}). It is slower, and leaves devices idle, if these numbers differ; several "
+            f"engines need 'lockstep serve' and {mode_field}: server"
         )
 
 
 def transport_here(name: str, timeout: float, *, deltas: bool = True) -> TransportChoice:
-    """Chooses how weights reach vLLM's worker processes on this machine.
-
-    Args:
-        name, timeout, deltas: as in `choose_transport`.
-    """
+    """Chooses how weights reach vLLM's workers on this machine. The arguments are those of `choose_transport`."""
     return lambda workers: choose_transport(name, workers, "127.0.0.1", 0, timeout, deltas=deltas)
 
 
 def connect_servers(config: OnlineConfig, urls: Sequence[str]) -> VLLMServer:
-    """Connect to servers as a config says.
-
-    Raises:
-        InputError: a server was started without something that training needs, or does not accept the key.
-        LockstepError: a server did not answer in time.
-    """
+    """Connect to servers as a config says."""
     return connect(
         urls,
         key_file=config.vllm_server_key_file,
@@ -278,9 +233,6 @@ def start_here(
         vllm_arguments: arguments that only `VLLMInProcess` takes.
         use_cpu: whether the transformers engine leaves a GPU to others.
         common: arguments that both engines take.
-
-    Raises:
-        InputError: the engine cannot load the model, or vLLM was asked for and is not installed.
     """
     if vllm_installed() if use_vllm is None else use_vllm:
         refuse_family(model_path)
@@ -289,8 +241,7 @@ def start_here(
     if vllm_arguments.get("tensor_parallel_size", 1) > 1 or vllm_arguments.get("sleep_level"):
         raise InputError(
             "vLLM is not installed here, and only vLLM can be split over devices or sleep: leave the tensor "
-            "parallel size and "
-            "sleep mode out"
+            "parallel size and sleep mode out"
         )
     why = "use_vllm is false" if use_vllm is False else "vLLM is not installed here"
     _logger.info(f"engine: transformers ({why}); the proofs are the same, generation is slower")
@@ -300,8 +251,7 @@ def start_here(
 def generations_ahead(engine: Engine, driver: Driver, limit: float) -> GenerationsAhead:
     """The generations that the engine samples while the trainer learns from earlier ones (`max_staleness`).
 
-    Args:
-        limit: seconds that one generation may take.
+    `limit` is in seconds, for one generation.
     """
     # An engine in this process samples a generation when it is begun, and the trainer waits for it.
     at_once = not isinstance(engine, VLLMServer)
@@ -326,16 +276,11 @@ def shake_hands(
     """Compare the engine's effective settings with what training assumes.
 
     Args:
-        dtype: the dtype that the engine must compute in.
-        head_dtype: the dtype of its output head; None for `dtype`.
+        dtype, head_dtype: the dtypes that the engine and its output head must compute in; None: the same.
         sampling: the distribution that the engine must sample from; None if any engine can.
         pictures: whether requests will have pictures.
         scores_first: whether a server must answer a proof before the requests that wait to be generated.
         quantization: the scheme in which the engine must hold the weights in 8 bits; None: in `dtype`.
-
-    Raises:
-        InputError: the server answers proofs last, or vLLM does not compute or load this model as transformers does.
-        ProofError: a setting differs; names it.
     """
     settings = engine.settings()
     config = causal_model(model).config.get_text_config()
@@ -349,8 +294,7 @@ def shake_hands(
     if scores_first and isinstance(engine, VLLMServer) and not engine.scores_first:
         raise InputError(
             "max_staleness needs a server that answers a proof before what waits to be generated: start it "
-            "with 'lockstep serve "
-            "MODEL', or with --scheduling-policy priority"
+            "with 'lockstep serve MODEL', or with --scheduling-policy priority"
         )
     expected = expected_settings(
         model, path, dtype, min_model_len, head_dtype, sampling, pictures=pictures, quantization=quantization
@@ -363,13 +307,6 @@ def check_directory(path: str, tokenizer: PreTrainedTokenizerBase, sampling: Sam
 
     Every request names its end tokens. But vLLM searches stop strings in a text that it decodes itself, and a grammar
     and the smallest length treat the end tokens of its directory as ends.
-
-    Args:
-        path: the model directory.
-        tokenizer: the trainer's.
-
-    Raises:
-        InputError: a token has another text in the directory, or the directory has another end token.
     """
     texts = [name for name in ("stop", "grammar") if getattr(sampling, name)]
     ends = [name for name in ("min_tokens", "grammar") if getattr(sampling, name)]
@@ -382,14 +319,12 @@ def check_directory(path: str, tokenizer: PreTrainedTokenizerBase, sampling: Sam
     if texts and (other := set(tokenizer.get_vocab().items()) ^ set(of_directory.get_vocab().items())):
         raise InputError(
             f"{texts[0]} is set, which vLLM applies with the tokenizer of {path}; {min(other)[0]!r} is "
-            f"another token there than in "
-            f"processing_class: {advice}"
+            f"another token there than in processing_class: {advice}"
         )
     if ends and (other_ends := directory_end_ids(path, of_directory) - set(sampling.end_ids)):
         raise InputError(
             f"{ends[0]} is set, for which vLLM also takes the end tokens of {path}; {sorted(other_ends)} do "
-            f"not end a completion "
-            f"in training: {advice}"
+            f"not end a completion in training: {advice}"
         )
 
 
@@ -401,13 +336,7 @@ def check_positions(config: PreTrainedConfig, longest: int, *, by_capacity: bool
     transformers engine begins a completion with the one kind and ends it with the other.
 
     Args:
-        config: of the language model.
-        longest: tokens of the longest sequence.
-        by_capacity: whether `longest` is what vLLM was started for.
-
-    Raises:
-        InputError: `longest` is above the original context; or vLLM scales the rotation by a field that transformers
-            does not read.
+        longest: tokens of the longest sequence; `by_capacity`: for which vLLM was started.
     """
     for rope in _ropes(config):
         border = int(
@@ -423,17 +352,14 @@ def check_positions(config: PreTrainedConfig, longest: int, *, by_capacity: bool
             )
             raise InputError(
                 f"this model's positions (longrope) have other factors in sequences of more than {border} "
-                f"tokens, and {how}: "
-                f"engine and trainer would use different ones. Set vllm_max_model_length to {border} or less "
-                f"(a server: "
-                "--max-model-len)"
+                f"tokens, and {how}: engine and trainer would use different ones. Set vllm_max_model_length "
+                f"to {border} or less (a server: --max-model-len)"
             )
         others = {"alpha", "max_trained_positions"} & rope.keys()
         if rope.get("rope_type") == "dynamic" and by_capacity and others:
             raise InputError(
-                f"vLLM computes this model's positions (dynamic) with {min(others)}, which transformers does "
-                f"not read: set "
-                "use_vllm to false"
+                f"vLLM computes this model's positions (dynamic) with {min(others)}, which transformers "
+                "does not read: set use_vllm to false"
             )
 
 
@@ -444,12 +370,7 @@ def _ropes(config: PreTrainedConfig) -> list[Mapping[str, Any]]:
 
 
 def _check_runnable(model: PreTrainedModel, longest: int) -> None:
-    """Refuse models that vLLM 0.32 does not compute or load as transformers 5 does (`make families`).
-
-    Raises:
-        InputError: the model's experts are laid out in a way that cannot be sent, it is a Cohere2 with sequences
-            longer than its window, or its head is another tensor than the embedding although its config ties them.
-    """
+    """Refuse models that vLLM 0.32 does not compute or load as transformers 5 does (`make families`)."""
     inner = causal_model(model)
     checkpoint_tensors(inner)
     config = model.config.get_text_config()
@@ -457,15 +378,15 @@ def _check_runnable(model: PreTrainedModel, longest: int) -> None:
     if ties and inner._tied_weights_keys and not inner.all_tied_weights_keys:
         raise InputError(
             "the config ties the head to the embedding (tie_word_embeddings), and the files have another "
-            "head: transformers "
-            "computes with that head, and vLLM with the embedding. Set tie_word_embeddings to false in config.json"
+            "head: transformers computes with that head, and vLLM with the embedding. Set "
+            "tie_word_embeddings to false in config.json"
         )
     window = getattr(config, "sliding_window", None)
     if config.model_type == "cohere2" and window is not None and window < longest:
         raise InputError(
             f"Cohere2 attends within {window} tokens in some layers; vLLM lets them see one token more than "
-            f"transformers does, and "
-            f"sequences may have {longest} tokens: set vllm_max_model_length to {window} or less"
+            f"transformers does, and sequences may have {longest} tokens: set vllm_max_model_length to "
+            f"{window} or less"
         )
 
 
@@ -477,13 +398,7 @@ def server_changes(
 
 
 class ServerChanges:
-    """The servers that a run has, beside those that it should have.
-
-    Args:
-        engine: the engine of the run.
-        check: compares the settings of an engine with those that training assumes.
-        proofs: prove a server that joins, and write the receipt.
-    """
+    """The servers that a run has, beside those that it should have. `check` compares an engine's settings."""
 
     def __init__(
         self, engine: VLLMServer, config: OnlineConfig, check: Callable[[Engine], None], proofs: Proofs
@@ -511,11 +426,7 @@ class ServerChanges:
     def after_push(self, version: int) -> None:
         """Let servers join that answer and that the run should have, and write down what has changed.
 
-        Args:
-            version: of the weights that the engine's servers have just got.
-
-        Raises:
-            EngineLost: one of the engine's own servers was lost meanwhile.
+        `version` is that of the weights that the engine's servers have just got.
         """
         wanted = self._read()
         absent = [url for url in wanted if url not in self._engine.members and url not in self._refused]

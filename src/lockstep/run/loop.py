@@ -4,9 +4,8 @@ One generation goes like this. The policy's weights are pushed to the engine. Th
 prompts. Reward functions score them, and the method turns rewards into advantages. The policy learns from a
 generation in one or several optimizer steps, each cut into micro-batches.
 
-`transformers.Trainer` drives the loop. It calls `micro_step` once per micro-batch and runs the optimizer after the
-last micro-batch of each step; the trainer connects the two. On several ranks, one rank holds the engine,
-all ranks get the same groups, and each rank learns from its own micro-batches.
+`transformers.Trainer` calls `micro_step` once per micro-batch, and the optimizer after the last one of each step. On
+several ranks, one rank holds the engine, all get the same groups, and each learns from its own micro-batches.
 
 | stage  | here                | done by |
 |--------|---------------------|---------|
@@ -87,17 +86,15 @@ class TrainingLoop:
         self.ranks, self.clock, self.log, self.watch = ranks, clock, log, watch
         self.generation: Generation | None = None
         self._step: OptimizerStep | None = None
-        self._unscored = UnscoredGenerations(
-            self.config.max_unscored_generations, source.alarms, owner=ranks.owner
-        )
+        most = self.config.max_unscored_generations
+        self._unscored = UnscoredGenerations(most, source.alarms, owner=ranks.owner)
 
     # ---- one micro-batch --------------------------------------------------------------------------------------------
 
     def micro_step(self, batch: MicroBatch) -> float:
-        """Learn from one micro-batch of this rank; the first one of a generation samples the generation.
+        """Learn from one micro-batch of this rank. Returns its part of the optimizer step's loss.
 
-        Returns:
-            This micro-batch's part of the optimizer step's loss.
+        The first micro-batch of a generation samples the generation.
 
         Raises:
             ProofError: trainer and engine do not agree; the optimizer step that would follow must not be taken.
@@ -109,9 +106,8 @@ class TrainingLoop:
         if generation is None or generation.prompt_ids != tuple(p.prompt_id for p in batch.prompts):
             raise InputError(
                 f"the checkpoint of step {self.state().global_step} is inside a generation of "
-                f"{self.config.optimizer_steps_per_generation} steps: no run can go on from it; rename it to "
-                f"go on from the one "
-                "before"
+                f"{self.config.optimizer_steps_per_generation} steps: no run can go on from it; rename it "
+                "to go on from the one before"
             )
         per_step = self.config.gradient_accumulation_steps
         step, place = divmod(batch.part % self.config.parts_per_generation, per_step)
@@ -138,9 +134,8 @@ class TrainingLoop:
         self.generation = generation
         self._count_tokens(generation)
         self.order.note(number, groups)
-        self.log.note(
-            self.source.metrics(groups, version) | self._unscored.note(groups) | self.order.metrics()
-        )
+        metrics = self.source.metrics(groups, version)
+        self.log.note(metrics | self._unscored.note(groups) | self.order.metrics())
         self.watch.prepared(generation, scored, sequences)
         return generation
 
@@ -152,13 +147,9 @@ class TrainingLoop:
         """
         if self.generation is None:
             return {}
-        scored = {
-            s.name: s.old_logps
-            for batch in self.generation.micro_batches
-            for s in batch
-            if s.old_logps is not None
-        }
-        return {**(self._step.logps() if self._step is not None else {}), **scored}
+        learned = self._step.logps() if self._step is not None else {}
+        sequences = [s for batch in self.generation.micro_batches for s in batch]
+        return {**learned, **{s.name: s.old_logps for s in sequences if s.old_logps is not None}}
 
     def rollout(
         self,
@@ -233,16 +224,12 @@ class TrainingLoop:
         return self.config.gradient_accumulation_steps * self.ranks.count
 
     def _generations_ahead(self) -> list[tuple[int, list[Prompt]]]:
-        """The current generation and the later ones that the engine already samples; empty where it samples none
-        ahead.
-        """
+        """The current generation and the later ones that the engine samples; empty if it samples none ahead."""
         if not self.config.generations_ahead:
             return []
-        first, last = (
-            self.generation_number,
-            (self.state().max_steps - 1) // self.config.optimizer_steps_per_generation,
-        )
-        last = min(first + self.config.generations_ahead, last)
+        first = self.generation_number
+        final = (self.state().max_steps - 1) // self.config.optimizer_steps_per_generation
+        last = min(first + self.config.generations_ahead, final)
         return list(generations_from(self.order, self.prompts, first, last))
 
     def _count_tokens(self, generation: Generation) -> None:

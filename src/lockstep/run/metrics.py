@@ -1,11 +1,6 @@
-"""Metrics of scored groups, and generations in which nothing has a score.
+"""Metrics of scored groups, under TRL's names, and generations in which nothing has a score.
 
-Metrics of scored groups, under TRL's names. Pure functions.
-
-Generations in which no rollout has a score: the run goes on, raises an alarm, and ends if too many of them follow
-each other.
-
-It sees every scored generation. Nothing is learned from rewards in such a generation, as in TRL.
+After a generation without a score the run raises an alarm and goes on; it ends if too many follow each other.
 """
 
 from __future__ import annotations
@@ -55,9 +50,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
-    """`staleness/mean` and `/max` of the sampled tokens, in weight versions, and `staleness/fresh`, the share of
-    those at 0.
-    """
+    """Mean and largest staleness of the sampled tokens, in weight versions, and the share of fresh ones."""
     versions = np.concatenate(
         [c.sampled_versions for group in groups for r in group.rollouts for c in r.branches]
     )
@@ -94,10 +87,9 @@ def tool_metrics(groups: Sequence[RolloutGroup], *, environments: bool) -> dict[
     """What rollouts with tools did.
 
     Returns:
-        TRL's `tools/call_frequency` (calls per rollout) and `tools/failure_frequency` (share of the calls that
-        failed, malformed ones included), `tools/turns` (sampled turns per rollout), `tools/truncated` (share of the
-        rollouts that ran out of tokens) and, with environments, `environments/failed` (share of the rollouts whose
-        environment failed).
+        TRL's `tools/call_frequency` (calls per rollout) and `tools/failure_frequency` (share of the calls that failed,
+        malformed ones included), `tools/turns` (sampled turns per rollout), `tools/truncated` (share of the rollouts
+        that ran out of tokens) and, with environments, `environments/failed` (share of the rollouts).
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     calls = sum(rollout.notes["tool_calls"] for rollout in rollouts)
@@ -146,13 +138,7 @@ def _std(values: torch.Tensor) -> float:
 
 
 class UnscoredGenerations:
-    """Counts the generations without a single score.
-
-    Args:
-        limit: number of such generations in a row that ends the run.
-        alarms: of the run.
-        owner: whether this process logs TRL's words.
-    """
+    """Counts the generations without a single score; `limit` of them in a row end the run."""
 
     def __init__(self, limit: int, alarms: Alarms, *, owner: bool) -> None:
         self._limit, self._alarms, self._owner = limit, alarms, owner
@@ -161,11 +147,7 @@ class UnscoredGenerations:
     def note(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         """Count one generation, and raise an alarm about functions that gave no score in it.
 
-        Returns:
-            The metric `rewards/unscored_generations`, which is 1, if the generation has no score; otherwise nothing.
-
-        Raises:
-            InputError: it is the last of `limit` such generations in a row.
+        Returns the metric `rewards/unscored_generations`, which is 1, if there is no score; otherwise nothing.
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         finished = [rollout for rollout in rollouts if rollout.failed is None]
@@ -180,9 +162,8 @@ class UnscoredGenerations:
         if self._in_a_row >= self._limit:
             raise InputError(
                 f"none of {names} scored any of the {len(rollouts)} completions, in {self._in_a_row} "
-                f"generations in a row: there "
-                "is nothing to learn from. Let one return numbers, leave these rows out of the data, or raise "
-                "max_unscored_generations"
+                "generations in a row: there is nothing to learn from. Let one return numbers, leave these "
+                "rows out of the data, or raise max_unscored_generations"
             )
         self._alarms.tell("unscored", names, count=len(rollouts), limit=self._limit)
         if self._owner:

@@ -1,16 +1,11 @@
-"""The programs of a run's rollouts: tools and environments, or a function of the user's.
-
-The tools and environments of a run: from a trainer's arguments to the program of its rollouts.
+"""The programs of a run's rollouts: tools and environments, agents, or a function of the user's.
 
 A trainer makes `RolloutTools` before it loads a model, so that a tool without a schema or an environment that does
-not start is reported at once. With the tokenizer it makes the prompts, which show the tools, and the program
-(`rollouts/programs/tool_program.py`). The rank that holds the engine runs the tools and environments. The other ranks
-only know their schemas.
+not start is reported at once. With the tokenizer it makes the prompts, which show the tools, and the program. The rank
+that holds the engine runs tools and environments; the other ranks only know their schemas.
 
-Calls a user's `rollout_func(prompts, trainer)`, and samples for it exactly as the run samples.
-
-`RolloutFunction` takes the place of the driver. The function itself may call `generate_rollout_completions`, or sample
-with `trainer.engine`. `rollouts/programs/rollout_func.py` checks what it returns.
+`RolloutFunction` calls a user's `rollout_func(prompts, trainer)` in the place of the driver. The function may sample
+with `generate_rollout_completions`, exactly as the run samples. `rollouts/programs/rollout_func.py` checks its result.
 """
 
 from __future__ import annotations
@@ -22,13 +17,15 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
+from datasets import Dataset
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.run import OnlineConfig
-from lockstep.config.sampling import sampling_of
+from lockstep.config.sampling import FilterFields, sampling_of
 from lockstep.contract.protocol import GenerationRequest, RequestKey, request_seed
 from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.extensions import PROGRAMS, load
 from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import with_images
@@ -108,19 +105,14 @@ class Acting(Protocol):
 
 
 class RolloutTools:
-    """What the rollouts of a run act with.
+    """The tools and environments that the rollouts of a run act with.
 
     Args:
-        tools: functions that every rollout may call.
         factory: makes environments; or a mapping of such functions by the values of the column `environment`; or None.
         row: the first row of the dataset, with which an environment is tried. None: `reset` is not tried.
 
     Attributes:
-        scored_environments: the users' objects that the rollouts which were scored last acted on; None if there are
-            none.
-
-    Raises:
-        InputError: a function has no schema, an environment cannot be made or reset, or fields contradict the tools.
+        scored_environments: the users' objects on which the rollouts that were scored last acted; None: there are none.
     """
 
     def __init__(
@@ -192,7 +184,7 @@ class RolloutTools:
 
     @property
     def rehearsed(self) -> Callable[[Any], Any] | None:
-        """Gives an environment to reward functions before there is a rollout; None if there are no environments."""
+        """Gives reward functions an environment before there is a rollout; None if there are no environments."""
         environments = self._environments
         return None if environments is None else lambda _: environments.spare()
 
@@ -207,14 +199,7 @@ class RolloutTools:
     def open(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], images: ImagePrompts | None = None
     ) -> None:
-        """Prepare the conversations of this tokenizer.
-
-        Args:
-            images: processes the pictures that tools and environments give; None: the run shows no pictures.
-
-        Raises:
-            InputError: its chat template cannot be extended, or shows no tools.
-        """
+        """Prepare the conversations of this tokenizer. `images` processes the pictures that tools give."""
         own = [tool.schema for tool in self._tools.values()]
         kinds: dict[str | None, tuple[Any, ...]] = {name: kind.schemas for name, kind in self.kinds.items()}
         self._extensions = {
@@ -260,8 +245,7 @@ class RolloutTools:
         if branching:
             _logger.info(
                 f"after some turns ({'; '.join(branching)}) the chat template shows earlier turns "
-                f"differently: rollouts "
-                "branch there"
+                "differently: rollouts branch there"
             )
 
     @property
@@ -271,11 +255,7 @@ class RolloutTools:
         return self._program
 
     def prompt_ids(self, row: Mapping[str, Any]) -> Ids:
-        """Ids of a row's prompt, with the tools that its rollouts may call.
-
-        Raises:
-            InputError: the prompt is no list of messages, or the row names no environment.
-        """
+        """Ids of a row's prompt, with the tools that its rollouts may call."""
         prompt = row["prompt"]
         if not isinstance(prompt, list) or not prompt:
             raise InputError("with tools or environments, a prompt must be a list of messages")
@@ -288,23 +268,15 @@ class RolloutTools:
         return self._extensions[name].prompt(prompt)
 
     def beside_environments(self, work: Callable[[], T], limit: float) -> T:
-        """The result of work that reads environments, done in the thread in which they live.
-
-        Args:
-            limit: seconds that it may take in another thread than this one.
-
-        Raises:
-            InputError: it took longer.
-        """
+        """The result of work that reads environments, done in their thread; `limit` is in seconds."""
         if not (self.has_environments and self._share_a_thread):
             return work()
         try:
             return self.calls.home.do(work, limit)
         except TookTooLong as error:
             raise InputError(
-                f"the reward functions took longer than {limit:g} s (reward_timeout) in a call that cannot be "
-                f"ended; with "
-                "max_staleness they run in the thread of the environments"
+                f"the reward functions took longer than {limit:g} s (reward_timeout) in a call that cannot "
+                "be ended; with max_staleness they run in the thread of the environments"
             ) from error
 
     def start(self) -> ToolProgram:
@@ -334,6 +306,51 @@ class RolloutTools:
             self._environments.close()
 
 
+def rollout_tools(
+    tools: Any,
+    environment_factory: Any,
+    rollout_func: Any,
+    agent: Any,
+    config: Any,
+    ranks: Ranks,
+    dataset: Dataset,
+    model: Any,
+) -> Acting | None:
+    """The tools and environments of a trainer, or its agents; None if it has none."""
+    acting = bool(tools) or environment_factory is not None
+    if agent is not None:
+        if acting or rollout_func is not None:
+            raise InputError(
+                "an agent brings its own tools: leave tools, environment_factory and rollout_func out, or agent"
+            )
+        config.check_several_calls("an agent")
+        name = model if isinstance(model, str) else model.config._name_or_path
+        return load(PROGRAMS["agent"])(agent, config, ranks, name)
+    if rollout_func is not None:
+        if acting:
+            raise InputError(
+                "rollout_func makes rollouts itself; leave tools and environment_factory out, or rollout_func"
+            )
+        for name in ("max_staleness", "max_thinking_length"):
+            if getattr(config, name):
+                raise InputError(
+                    f"{name}={getattr(config, name)} is not supported with rollout_func; leave it out"
+                )
+        # The bound on kept ids filters nothing by itself.
+        plain = FilterFields(max_kept_ids=config.max_kept_ids).filter_values()
+        if config.bad_words or config.filter_values() != plain:
+            # The trainer would have to know which tokens each of the function's calls could sample.
+            raise InputError(
+                "rollout_func is supported with temperature and stop_strings only; leave top_p, top_k, "
+                "min_p, penalties and structured outputs out"
+            )
+    if not acting:
+        return None
+    config.check_several_calls("a tool or an environment")
+    row = dataset[0] if config.rehearse_rewards else None
+    return RolloutTools(tools or [], environment_factory, config, ranks, row)
+
+
 def _refusing(reason: str) -> Process:
     def process(images: Sequence[Any]) -> Iterable[tuple[Image.Image, Picture]]:
         raise InputError(reason)
@@ -353,13 +370,9 @@ RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 
 
 class RolloutFunction:
-    """A user's function that makes rollouts.
+    """A user's function that makes rollouts. It gets the trainer, and the prompts, each once per rollout.
 
-    Args:
-        function: gets the prompts (text or messages), each once per rollout, and the trainer.
-        trainer: the trainer that it gets.
-        bounds: what its ids must keep to.
-        images: reads the images of prompts; None: the run shows none.
+    `bounds` are what its ids must keep to.
     """
 
     def __init__(
@@ -380,11 +393,7 @@ class RolloutFunction:
         self.calls = 0
 
     def groups(self, prompts: Sequence[Prompt], num_generations: int, version: int) -> list[RolloutGroup]:
-        """One unscored group per prompt.
-
-        Raises:
-            InputError: the function raised an error, or returned something that is not a rollout.
-        """
+        """One unscored group per prompt."""
         self.calls = 0
         given = [_given(prompt) for prompt in prompts for _ in range(num_generations)]
         try:
@@ -419,8 +428,7 @@ def generate_rollout_completions(
     max_tokens: int | None = None,
     images: Sequence[Sequence[Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Sample one completion per prompt, for use inside a `rollout_func`: with the run's sampling settings, by key,
-    with own seeds.
+    """Sample one completion per prompt inside a `rollout_func`: with the run's sampling settings, and own seeds.
 
     Args:
         trainer: the trainer that the function got.
@@ -430,7 +438,7 @@ def generate_rollout_completions(
 
     Returns:
         One dict per prompt, in their order: `prompt_ids`, `completion_ids`, `logprobs` (lists), `text` and
-            `finish_reason`.
+        `finish_reason`.
 
     Raises:
         InputError: a prompt does not fit into the engine's context, or this is not called from a `rollout_func`.
@@ -480,11 +488,7 @@ def _ids_of(prompt: Any, tokenizer: PreTrainedTokenizerBase, config: Any) -> Ids
 
 
 def _seen(prompt: Any, given: Sequence[Any], images: ImagePrompts) -> tuple[Ids, PromptPictures | None]:
-    """The ids and the pictures of a prompt in a run with images.
-
-    Args:
-        given: images beside the prompt.
-    """
+    """The ids and the pictures of a prompt in a run with images. `given` are the images beside the prompt."""
     ids = _as_ids(prompt)
     if ids is None:
         return images.read({"prompt": prompt, "images": list(given)})

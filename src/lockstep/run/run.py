@@ -1,13 +1,7 @@
 """A whole run: evaluate, train, evaluate again, and end when a signal asks.
 
-A whole run: evaluate, train, evaluate again, in view of the user.
-
-A command or a user's script begins here. The trainer's callback `RunFiles` (`run/trainers/run_files.py`) writes
-the files.
-
-SIGINT (Ctrl-C) and SIGTERM (sent by schedulers) end a run at a step from which it can be resumed.
-
-The signals are handled during a whole run. The trainer's loop calls the class here as a callback.
+The files are written by the trainer's callback `RunFiles` (`run/trainers/run_files.py`). SIGINT (Ctrl-C) and SIGTERM
+(of schedulers) end a run at a step from which it can be resumed.
 """
 
 from __future__ import annotations
@@ -42,13 +36,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals(TrainerCallback):
-    """During training, the first signal ends the run after the current optimizer step, with a checkpoint if saving is
-    on.
+    """The first signal in training ends it after the step or, if it saves, after the generation's last step.
 
-    If several steps learn from one generation and saving is on, the run ends after the last of these steps, because
-    checkpoints do not contain rollouts. A second signal ends the run at once, by `KeyboardInterrupt`. So does a
-    signal before or after training. A signal to any rank stops all ranks at the same step. In a thread other than the
-    main thread this class catches no signal, because Python can handle signals only in the main thread.
+    Checkpoints do not contain rollouts. A second signal ends the run at once, by `KeyboardInterrupt`. So does one
+    before or after training. A signal to any rank stops all ranks at the same step. Only in the main thread can Python
+    catch signals.
     """
 
     def __init__(self) -> None:
@@ -100,9 +92,7 @@ class StopSignals(TrainerCallback):
             control.should_log = args.logging_strategy != IntervalStrategy.NO
 
     def _hold(self) -> None:
-        """Handle the signals again, if a library or a function of the user's has put another handler in the place of
-        this one.
-        """
+        """Handle the signals again, if a library or the user's code has put another handler in this one's place."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self._earlier:
@@ -114,9 +104,8 @@ class StopSignals(TrainerCallback):
                 continue
             self._told.add(who)
             _logger.warning(
-                f"{who} had replaced the handler of {signal.Signals(number).name}; the run handles it again, "
-                f"so that it ends at a "
-                "step from which it can go on"
+                f"{who} had replaced the handler of {signal.Signals(number).name}; the run handles it "
+                "again, so that it ends at a step from which it can go on"
             )
 
     @property
@@ -151,17 +140,12 @@ def ended_unasked(folder: Path, step: int, last: int) -> LockstepError:
     from_where = f"goes on from {checkpoint.name}" if checkpoint is not None else "starts from the beginning"
     return LockstepError(
         f"the training ended after step {step} of {last}, and no signal and no callback of yours has asked "
-        f"for that; the same "
-        f"command {from_where}"
+        f"for that; the same command {from_where}"
     )
 
 
 def interrupted(number: int, folder: Path, step: int | None = None) -> Interrupted:
-    """The exception for a run that a signal ended.
-
-    Args:
-        step: the last completed step; None if the run was stopped at once.
-    """
+    """The exception for a run that a signal ended. `step` is the last one; None: it was stopped at once."""
     stopped = "stopped at once" if step is None else f"stopped after step {step}"
     checkpoint = last_checkpoint(folder)
     if checkpoint is None:
@@ -183,11 +167,7 @@ class FinishedRun:
 
 
 def run_method(
-    kind: type[OnlineTrainer],
-    config: OnlineConfig,
-    place: RunPlace,
-    model: str,
-    **arguments: Any,
+    kind: type[OnlineTrainer], config: OnlineConfig, place: RunPlace, model: str, **arguments: Any
 ) -> FinishedRun:
     """Run a method up to the report, from the start or from the checkpoint of `place`.
 
@@ -205,8 +185,7 @@ def run_method(
     if config.resume_from_checkpoint is not None:
         raise InputError(
             f"resume_from_checkpoint={config.resume_from_checkpoint!r} is not supported here: a run goes on "
-            f"from the last "
-            "checkpoint of its output_dir by itself; leave it out"
+            "from the last checkpoint of its output_dir by itself; leave it out"
         )
     # The trainer asks again. Here the answer comes before a model is loaded and an engine started.
     check_gpu(config.use_liger_kernel, use_cpu=config.use_cpu)
@@ -286,10 +265,9 @@ def _train(trainer: OnlineTrainer, checkpoint: Path | None) -> None:
 
 
 def _evaluate_first(trainer: OnlineTrainer, path: Path, *, late: bool) -> dict[str, Any] | None:
-    """Evaluate before training, or read the result that an earlier part of the run has saved.
+    """Evaluate before training or, `late` in a run, read what an earlier part of it has saved.
 
-    Args:
-        late: whether the policy has moved since. Then nothing is evaluated, and a saved result that is gone stays gone.
+    The policy has moved since, so that a result that is gone stays gone.
     """
     if trainer.eval_dataset is None:
         return None

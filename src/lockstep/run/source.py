@@ -1,14 +1,14 @@
 """The engine of a run with its proofs and rewards: push weights, sample completions, score them.
 
-Comes from: the training loop, on every rank. Gives back: scored groups, the same on every rank. One rank holds the
-engine and samples for all ranks. Reward functions run on every rank, each on its share of the groups.
+Scored groups are the same on every rank. One rank holds the engine and samples for all ranks. Reward functions run on
+every rank, each on its share of the groups; every rank gets all scores.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, foreign_errors
 from lockstep.images.prompts import ImagePrompts
+from lockstep.learn.ranks import share_of
 from lockstep.models.adapters import causal_model
 from lockstep.report.alarms import Alarms
 from lockstep.report.phases import PhaseClock
@@ -31,8 +32,8 @@ from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.programs.interruptions import interrupted
 from lockstep.rollouts.ranks import Ranks
 from lockstep.rollouts.recovery import Recovery
-from lockstep.rollouts.rewards import Scorer
-from lockstep.rollouts.wire import groups_from_wire, groups_to_wire
+from lockstep.rollouts.rewards import RewardLog, Scorer
+from lockstep.rollouts.wire import groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
 from lockstep.run.engine import (
     ServerChanges,
     check_directory,
@@ -43,7 +44,6 @@ from lockstep.run.engine import (
 )
 from lockstep.run.metrics import interruption_metrics, rollout_metrics, staleness_metrics
 from lockstep.run.programs import Acting, RolloutFunction
-from lockstep.run.scoring import Scoring
 from lockstep.tokens.chat import end_ids
 from lockstep.watch.custody import Record
 from lockstep.watch.engine import EngineWatch, Proofs
@@ -55,6 +55,8 @@ _logger = logging.getLogger(__name__)
 
 # Seconds of a generation that tools and environments may hold the engine before it is said.
 _LONG = 20.0
+# Seconds beyond the limits of the reward functions in which they must have ended in another thread.
+_ENDING = 60.0
 
 
 class RolloutSource:
@@ -108,7 +110,7 @@ class RolloutSource:
         self.program = self._one_turn
         self._tools, self.rollout_function = tools, function
         self.alarms = alarms
-        self._scoring = Scoring(scorer, ranks, tools, alarms)
+        self._rewards = GroupRewards(scorer, ranks, tools, alarms)
         self._owns_engine = given is None
         # A rollout_func may choose between samples, so its tokens are not bet on.
         bets = function is None
@@ -176,22 +178,14 @@ class RolloutSource:
 
     @property
     def engine(self) -> Engine:
-        """The engine.
-
-        Raises:
-            InputError: another rank holds it.
-        """
+        """The engine."""
         if self._engine is None:
             raise InputError(f"rank {self._ranks.rank} holds no engine")
         return self._engine
 
     @property
     def proofs(self) -> Proofs:
-        """The proofs.
-
-        Raises:
-            InputError: another rank holds the engine.
-        """
+        """The proofs."""
         return self.watch.proofs
 
     @property
@@ -223,14 +217,9 @@ class RolloutSource:
     def on_every_rank(
         self, work: Callable[[], list[RolloutGroup]], prompts: Sequence[Prompt]
     ) -> list[RolloutGroup]:
-        """Groups that the rank with the engine makes, on every rank. Every rank calls.
+        """Groups that the rank with the engine makes by `work`, on every rank. Every rank calls.
 
-        Args:
-            work: done by the rank that holds the engine; done again from its start where the engine is lost meanwhile.
-            prompts: of the groups.
-
-        Raises:
-            LockstepError: the engine was lost and did not come back in time.
+        The work is done again from its start where the engine is lost meanwhile. `prompts` are those of the groups.
         """
         if self._ranks.count == 1:
             return self._at_work(work)
@@ -265,12 +254,7 @@ class RolloutSource:
             changes.after_push(version)
 
     def send(self, version: int) -> None:
-        """Send the policy's weights to the engine as `version`, in the way that the options ask for.
-
-        Raises:
-            ProofError: the engine did not receive, load or commit the weights, or computes with others.
-            LockstepError: the engine or a library raised an error of its own.
-        """
+        """Send the policy's weights to the engine as `version`, in the way that the options ask for."""
         with self._ahead.held() if self._ahead is not None else nullcontext():
             self.watch.pushing()
             with self._clock.phase("sync"), foreign_errors(NOT_PUSHED):
@@ -345,7 +329,7 @@ class RolloutSource:
     def score(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
         """Groups with their rewards; each rank scores its share. Every rank calls."""
         with self._clock.phase("rewards"):
-            return self._scoring.score(groups, state)
+            return self._rewards.score(groups, state)
 
     # ---- log -------------------------------------------------------------------------------------------------------
 
@@ -356,7 +340,7 @@ class RolloutSource:
             metrics |= staleness_metrics(groups, version)
         if self._config.max_thinking_length is not None:
             metrics |= interruption_metrics(groups)
-        return self._scoring.metrics(groups, metrics)
+        return self._rewards.metrics(groups, metrics)
 
     def abandon_pending(self) -> None:
         """Abandon the generations that the engine is sampling ahead. They are sampled again where they are needed."""
@@ -374,3 +358,68 @@ class RolloutSource:
             self._tools.close()
         if self._owns_engine and self._engine is not None:
             self._engine.close()
+
+
+class GroupRewards:
+    """The rewards of groups. Tools keep what reward functions may ask for until the rollouts are scored."""
+
+    def __init__(self, scorer: Scorer, ranks: Ranks, tools: Acting | None, alarms: Alarms) -> None:
+        self._scorer, self._ranks, self._tools, self._alarms = scorer, ranks, tools, alarms
+        self.log = RewardLog()
+
+    def score(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
+        """Groups with their rewards. Every rank calls. Reward functions may ask for the trainer's `state`."""
+        return self._finish(self._on_ranks(groups, state))
+
+    def _finish(self, scored: list[RolloutGroup]) -> list[RolloutGroup]:
+        """What the scorer computes over the whole generation; then tools let go of what they kept for the rewards."""
+        scored = self._scorer.finish(scored)
+        for reason in (rollout.failed for group in scored for rollout in group.rollouts):
+            if reason is not None:
+                self._alarms.tell("rollout_failed", reason)
+        if self._tools is not None and self._ranks.owner:
+            for name, calls, error in (
+                self._tools.calls.failing.take() if self._tools.calls is not None else ()
+            ):
+                self._alarms.tell("tool_fails", name, calls=calls, error=error)
+            self._tools.release(rollout for group in scored for rollout in group.rollouts)
+        return scored
+
+    def _scored(self, groups: Sequence[RolloutGroup], state: Any, log: RewardLog) -> list[RolloutGroup]:
+        """Groups with their scores. Functions that read environments run in the environments' thread."""
+        if self._tools is None:
+            return self._scorer.score(groups, state, log)
+        limit = self._scorer.timeout * (len(getattr(self._scorer, "functions", ())) + 1) + _ENDING
+        return self._tools.beside_environments(lambda: self._scorer.score(groups, state, log), limit)
+
+    def _on_ranks(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
+        if self._ranks.count == 1:
+            return self._scored(groups, state, self.log)
+
+        def part() -> dict[str, Any]:
+            # A rank without groups does not call the reward functions. Environments are on one rank, which then
+            # scores all groups.
+            here = self._tools is not None and self._tools.has_environments
+            own: Sequence[RolloutGroup] = share_of(groups, self._ranks)
+            if here:
+                own = groups if self._ranks.owner else []
+            log = RewardLog()
+            return {
+                "scores": scores_to_wire(self._scored(own, state, log) if own else []),
+                "metrics": log.values(),
+            }
+
+        parts = self._ranks.share("rewards", part)
+        for found in parts:
+            self.log.add(found["metrics"])
+        return scores_from_wire([found["scores"] for found in parts], groups)
+
+    def metrics(self, groups: Sequence[RolloutGroup], so_far: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of tools, and those that reward functions have logged since the last call.
+
+        Reward functions may not use the names of `so_far`, metrics of the same generation.
+        """
+        own = dict(so_far)
+        if self._tools is not None:
+            own |= self._tools.metrics(groups)
+        return own | self.log.take(own=own)

@@ -1,3 +1,1 @@
-"""`lockstep serve`: starts vLLM's own server with the options that training needs, protects it with a key, and
-restarts it.
-"""
+"""`lockstep serve`: starts vLLM's own server with what training needs, guards it with a key, and restarts it."""

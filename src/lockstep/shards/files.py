@@ -1,8 +1,7 @@
-"""Checkpoints of sharded models, in torch's distributed format (DCP) with safetensors files: each rank writes its own
-parts.
+"""Checkpoints of sharded models, in torch's distributed format (DCP) with safetensors files.
 
-They load on any number of ranks, to the bit. Nothing in them is a pickle: the place of each part stands in the header
-of its file. Every rank writes and reads its parts.
+Every rank writes and reads its own parts. They load on any number of ranks, to the bit. Nothing in them is a pickle:
+the place of each part stands in the header of its file.
 """
 
 from __future__ import annotations
@@ -31,9 +30,6 @@ def write_shards(
     Args:
         named: every parameter of the run by name, sharded or the same on every rank.
         optimizer: the optimizer itself, not a wrapper.
-
-    Raises:
-        LockstepError: a rank could not write its part.
     """
     from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
     from torch.distributed.checkpoint.api import CheckpointException
@@ -61,11 +57,7 @@ def write_shards(
 
 
 def read_weights(folder: Path, named: Mapping[str, torch.nn.Parameter]) -> None:
-    """Read the weights into the parameters. Each rank reads its own parts.
-
-    Raises:
-        InputError: the files hold other parameters.
-    """
+    """Read the weights into the parameters. Each rank reads its own parts."""
     there = {name.removeprefix("model.") for name in _known(folder) if name.startswith("model.")}
     if odd := sorted(there ^ set(named)):
         raise InputError(
@@ -77,11 +69,7 @@ def read_weights(folder: Path, named: Mapping[str, torch.nn.Parameter]) -> None:
 def read_optimizer(
     folder: Path, named: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Read the optimizer's state and settings.
-
-    Raises:
-        InputError: they are of another optimizer.
-    """
+    """Read the optimizer's state and settings."""
     found = json.loads((folder / REST).read_text(encoding="utf-8"))
     if len(found["groups"]) != len(optimizer.param_groups):
         raise InputError(f"{folder.parent} was written with another optimizer")

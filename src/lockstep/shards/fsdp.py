@@ -1,9 +1,4 @@
-"""Weights that FSDP2 shards, and the user's settings of it.
-
-Weights that FSDP2 shards (`fully_shard`), as accelerate's FSDP2 plugin would shard them.
-
-There is one per model. With autocast, the layers are gathered in autocast's dtype.
-"""
+"""Weights that FSDP2 shards (`fully_shard`), as accelerate's FSDP2 plugin would shard them."""
 
 from __future__ import annotations
 
@@ -23,15 +18,7 @@ _RUN = "_lockstep_run"
 class FsdpWeights:
     """The weights of a model in groups: the model's own is group 0, and each decoder layer has one.
 
-    Args:
-        model: the whole model. Its parameters become `DTensor`s, on `device`.
-        layers: its decoder layers.
-        passes: of this run.
-        device: the device of this rank.
-        autocast: dtype of the forward's autocast; None: there is none.
-
-    Raises:
-        InputError: this PyTorch is older than 2.13.
+    With autocast, the layers are gathered in autocast's dtype. The parameters of `model` become `DTensor`s on `device`.
     """
 
     title = "FSDP2"
@@ -55,8 +42,8 @@ class FsdpWeights:
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             # Without it the ranks wait for each other where an expert has a gradient on some of them only.
             raise InputError(
-                f"FSDP2 needs PyTorch 2.13 or newer, and this is {torch.__version__}: install a newer one, or "
-                f"train without fsdp"
+                f"FSDP2 needs PyTorch 2.13 or newer, and this is {torch.__version__}: install a newer one, "
+                "or train without fsdp"
             )
         self._model = model
         self._units: list[Any] = [model, *layers]
@@ -92,8 +79,7 @@ class FsdpWeights:
     def run(self, forward: Callable[[], list[torch.Tensor | None]]) -> None:
         """Compute a forward of the model. The weights are gathered around it, and around its backward.
 
-        Args:
-            forward: returns the tensors through which a backward may begin.
+        `forward` returns the tensors through which a backward may begin.
         """
         vars(self._model)[_RUN](forward)
 
@@ -111,7 +97,5 @@ class FsdpWeights:
         return None
 
     def odd(self) -> list[str]:
-        """Names of parameters that are not held as they must be, beside those of which the model shows whole
-        tensors.
-        """
+        """Names of wrongly held parameters, beside those of which the model shows whole tensors."""
         return []

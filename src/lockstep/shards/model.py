@@ -1,21 +1,14 @@
 """A sharded model, the part of a tensor that this rank holds, and the norm of sharded gradients.
 
-A sharded model: one group of weights per decoder layer and one for the rest.
-
-A `ShardedWeights` holds the parts, gathers them and reduces gradients; `fsdp.py` has that of FSDP2. What is here is the
-same for each. The trainer (`run/trainers/online.py`) shards the policy and the reference before the optimizer is made.
-`sharded(model)` gives other code the `ShardedModel` of a model, or None where the model is whole on this rank.
+`sharded(model)` gives the `ShardedModel` of a model, or None where it is whole on this rank. Its `ShardedWeights` hold
+one group per decoder layer and one for the rest, gather them and reduce gradients; `fsdp.py` has those of FSDP2.
+The policy and the reference are sharded before the optimizer is made.
 
 Gradients are summed in float32 and never averaged: the loss of a pack is its share of the whole step's loss. In
-float32, 1, 2 and 4 ranks so give the same gradients as a model that is not sharded. With autocast, the layers are
-gathered in autocast's dtype.
+float32, 1, 2 and 4 ranks so give the same gradients as a model that is not sharded.
 
-The part of a tensor that this rank holds. A tensor that is not sharded is its own part.
-
-Proofs and digests read parameters, gradients and optimizer state through these functions. Only `collected`
-communicates.
-
-The norm of gradients of which some are sharded, and their clipping. The gradients of a step are clipped with it.
+Proofs and digests read parameters, gradients and optimizer state by their parts; a tensor that is not sharded is its
+own part. Only `collected` communicates.
 """
 
 from __future__ import annotations
@@ -53,10 +46,7 @@ def local_part(tensor: Part) -> Part:
 
 
 def first_element(tensor: torch.Tensor) -> int:
-    """The place of the first element of this rank's part in the flattened tensor.
-
-    Parts are cut along the first dimension.
-    """
+    """The place of the first element of this rank's part in the flattened tensor. The first dimension is cut."""
     if not is_sharded(tensor):
         return 0
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
@@ -65,10 +55,7 @@ def first_element(tensor: torch.Tensor) -> int:
 
 
 def collected(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor as a whole, in new memory, on the owner.
-
-    The other ranks get their own part. Every rank calls.
-    """
+    """A sharded tensor as a whole, in new memory, on the owner; the others get their part. Every rank calls."""
     mesh, part, shape = tensor.device_mesh, local_part(tensor), tensor.shape  # type: ignore[attr-defined]
     rows = -(-shape[0] // mesh.size())
     mine = part.contiguous()
@@ -87,10 +74,7 @@ _NAME = "_lockstep_shards"
 
 
 class ShardedWeights(Protocol):
-    """The parts of a model's weights on this rank.
-
-    Group 0 is the model without its layers; the layers follow, in their order.
-    """
+    """The parts of a model's weights on this rank: group 0 without its layers, then the layers in their order."""
 
     title: str
 
@@ -122,8 +106,6 @@ class ShardedModel:
 
     Args:
         model: the whole model, equal on every rank. It is sharded in place, on `device`.
-        passes: of this run.
-        device: the device of this rank.
         autocast: dtype of the forward's autocast; None: there is none.
         shard: makes the `ShardedWeights`, for example `FsdpWeights`.
 
@@ -131,9 +113,6 @@ class ShardedModel:
         parameters: the sharded parameters by name. They are the ones that the optimizer changes, also while a layer
             is gathered.
         learn: plays a forward with gradient and its backward, for a pack without weight. The trainer sets it.
-
-    Raises:
-        InputError: the model has no decoder layers, or a weight that cannot be cut along its first dimension.
     """
 
     def __init__(
@@ -170,8 +149,7 @@ class ShardedModel:
     def learning(self) -> Iterator[None]:
         """A context for one forward with gradient (`run`) and its backward (`backward`).
 
-        If the caller fails between the two, the backward is played to its end first, so that no other rank waits for
-        it.
+        If the caller fails between the two, the backward is played to its end first, so that no other rank waits.
         """
         self._hidden, self._backward_began, trouble = None, False, None
         with self._passes.act(self._learn), self._hook():
@@ -228,8 +206,7 @@ class ShardedModel:
     def run(self, compute: Callable[[], T], outputs: Callable[[T], Sequence[torch.Tensor | None]]) -> T:
         """What `compute` returns, computed as a forward of the model. Inside `learning` or `looking`.
 
-        Args:
-            outputs: the tensors of the result through which a backward may begin.
+        `outputs` are the tensors of the result through which a backward may begin.
         """
         found: list[T] = []
 
@@ -268,16 +245,12 @@ class ShardedModel:
     # ---- whole tensors ----------------------------------------------------------------------------------------------
 
     def gather(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A whole parameter, as a new tensor.
-
-        Only the owner asks; the other ranks are in a call of `Ranks` meanwhile.
-        """
+        """A whole parameter, as a new tensor. Only the owner asks; the others are in a call of `Ranks`."""
         with self._passes.act(self._gathers[self._places[id(parameter)]]):
             return collected(parameter)
 
     def gathered_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The tensor to which a backward adds this rank's part of a sharded parameter's gradient, before the parts
-        are summed.
+        """The tensor that a backward adds this rank's part of a parameter's gradient to, before they are summed.
 
         Another parameter is returned as it is. The tensor has memory only while its layer is gathered. It exists
         after the first forward.
@@ -290,13 +263,9 @@ class ShardedModel:
     # ---- the state between acts -------------------------------------------------------------------------------------
 
     def check(self, version: int) -> None:
-        """Check that every parameter is sharded, as it must be before the optimizer changes it, or a push or a save
-        reads it.
+        """Check that every parameter is sharded, as the optimizer, a push and a save need it.
 
         A layer that is still gathered would be read as it was before the optimizer's step.
-
-        Raises:
-            ProofError: `shards`, a parameter is not sharded.
         """
         now: dict[str, torch.Tensor] = dict(self._model.named_parameters())
         odd = [name for name, p in self.parameters.items() if now.get(name) is not p or not is_sharded(p)]
@@ -312,10 +281,9 @@ class ShardedModel:
                 f"at version {version} {len(odd)} of {len(self.parameters)} parameters are not sharded; the "
                 f"first is {odd[0]}",
                 "a layer stayed gathered after a forward, so that it holds its weights of before the "
-                "optimizer's step; or a "
-                "parameter was added or replaced after the model was sharded",
-                "let nothing gather weights of the model outside of a forward, and change no module after the "
-                "trainer was made",
+                "optimizer's step; or a parameter was added or replaced after the model was sharded",
+                "let nothing gather weights of the model outside of a forward, and change no module after "
+                "the trainer was made",
             )
 
     @property
@@ -343,18 +311,13 @@ class ShardedModel:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The layers of a model, as `GradientCheckpointingLayer` or the model's `_no_split_modules` name them.
-
-    Raises:
-        InputError: there are none.
-    """
+    """The layers of a model, as `GradientCheckpointingLayer` or the model's `_no_split_modules` name them."""
     names = set(model._no_split_modules or ())
     found = [m for m in model.modules() if type(m).__name__ in names]
     if not found:
         raise InputError(
             f"{type(model).__name__} names no decoder layers (_no_split_modules), so that it cannot be "
-            f"sharded; train without "
-            "shards"
+            "sharded; train without shards"
         )
     return found
 
@@ -363,14 +326,8 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 def clip_sharded(parameters: Sequence[torch.nn.Parameter], max_norm: float, passes: Passes) -> torch.Tensor:
     """Clip the gradients of all parameters together to a norm, as `torch.nn.utils.clip_grad_norm_` does.
 
-    Every rank calls.
-
-    Args:
-        parameters: sharded ones, and others that are the same on every rank.
-        max_norm: the largest norm. Infinity changes nothing.
-
-    Returns:
-        The norm of the whole gradient before, as a scalar.
+    Every rank calls. Parameters may be sharded, or the same on every rank. Infinity changes nothing. Returns the norm
+    of the whole gradient before, as a scalar.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     # A gradient that every rank has counts once.

@@ -55,33 +55,21 @@ class Passes:
         self.played = 0
 
     def register(self, play: Callable[[], object]) -> int:
-        """A new act. Every rank registers the same acts in the same order.
+        """A new act, in the same order on every rank; `play` takes part without own work.
 
-        Args:
-            play: takes part in the act without own work.
-
-        Returns:
-            The act's number. Of two acts the higher one is done first.
+        Returns its number. Of two acts the higher one is done first.
         """
         self._plays.append(play)
         return len(self._plays)
 
     def meet(self) -> None:
-        """Play along in the acts of the other ranks until no rank has one left. Every rank calls.
-
-        Raises:
-            LockstepError: an act failed on this rank, or a rank is gone.
-        """
+        """Play along in the acts of the other ranks until no rank has one left. Every rank calls."""
         while (act := self._vote(0)) not in (0, _BROKEN):
             self._play(act)
 
     @contextmanager
     def act(self, number: int) -> Iterator[None]:
-        """A context in which this rank does an act. The other ranks do it too, or play it.
-
-        Raises:
-            BrokenPass: another rank failed in the middle of an act.
-        """
+        """A context in which this rank does an act. The other ranks do it too, or play it."""
         while (chosen := self._vote(number)) != number:
             if chosen == _BROKEN:
                 raise BrokenPass(
@@ -106,8 +94,7 @@ class Passes:
             if isinstance(error, RuntimeError) and _is_of_another_rank(error):
                 raise BrokenPass(
                     f"rank {self.rank} waited in a forward or backward of the sharded model for a rank that "
-                    f"failed or did not "
-                    f"come within {PASS_LIMIT:.0f} s ({str(error)[:160]})"
+                    f"failed or did not come within {PASS_LIMIT:.0f} s ({str(error)[:160]})"
                 ) from error
             raise
 
@@ -125,8 +112,8 @@ class Passes:
             self._broken = True
             raise LockstepError(
                 f"rank {self.rank} waited for every rank, before its next forward of the sharded model, and "
-                f"one is gone or did "
-                f"not come within {self._limit:.0f} s ({str(error)[:160]}); look at the other ranks' output"
+                f"one is gone or did not come within {self._limit:.0f} s ({str(error)[:160]}); look at the "
+                "other ranks' output"
             ) from error
         self._broken = int(ballot) == _BROKEN
         return int(ballot)

@@ -36,9 +36,7 @@ _WRAPS = ("TRANSFORMER_BASED_WRAP", "transformer_based_wrap")
 
 @dataclass(frozen=True, slots=True)
 class ShardSettings:
-    """That models are sharded:
-
-    FSDP2, one group per decoder layer and one for the rest, layers freed after their forward.
+    """Models are sharded by FSDP2: a group per decoder layer and one for the rest, layers freed after their forward.
 
     Attributes:
         fields: the user's `fsdp_config`; empty if the environment asked.
@@ -71,17 +69,11 @@ class Sharding(Protocol):
         """What shards a model. The library is imported when it is called."""
 
     def check_values(self, fields: Any) -> None:
-        """Compare the configuration with the fields of the run.
-
-        Raises:
-            InputError: a value differs.
-        """
+        """Compare the configuration with the fields of the run."""
 
 
 def switched_on(library: str, environment: Mapping[str, str]) -> bool:
-    """Whether `accelerate launch` asks for a library (FSDP, DEEPSPEED), in this config or in an earlier one of the
-    process.
-    """
+    """Whether `accelerate launch` asks for a library (FSDP, DEEPSPEED), or has asked earlier in this process."""
     switches = (f"ACCELERATE_USE_{library}", f"LOCKSTEP_USE_{library}")
     return any(environment.get(name, "false").lower() in ("true", "1", "yes", "on") for name in switches)
 
@@ -93,14 +85,10 @@ def switch_off(library: str, environment: MutableMapping[str, str]) -> None:
 
 
 def take_settings(fsdp: Any, config: Any, environment: MutableMapping[str, str]) -> ShardSettings | None:
-    """The user's configuration; None: models are whole on every rank. accelerate's switch in the environment is
-    replaced.
+    """The user's configuration, in place of accelerate's switch; None: models are whole on every rank.
 
     Args:
         fsdp, config: the fields of TrainingArguments of these names.
-
-    Raises:
-        InputError: a setting is not supported. The error names it.
     """
     if not fsdp and not switched_on("FSDP", environment):
         return None
@@ -143,8 +131,8 @@ def _check(found: Mapping[str, Any], source: str, *, default_version: int) -> No
     reshard = str(found.get("reshard_after_forward", True)).lower()
     if reshard not in ("true", "1", "full_shard"):
         raise InputError(
-            f"fsdp_reshard_after_forward={reshard} is not supported ({source}): layers are freed after their "
-            f"forward; leave it out"
+            f"fsdp_reshard_after_forward={reshard} is not supported ({source}): layers are freed after "
+            "their forward; leave it out"
         )
     wrap = found.get("auto_wrap_policy")
     if wrap not in (None, "", *_WRAPS):

@@ -1,23 +1,10 @@
-"""The problems that come with Lockstep.
+"""The problems that come with Lockstep: small verifiable ones that a 135M model can learn in minutes on a CPU.
 
-reasoning-gym as a source of problems, by the name of one of its data sets. Its own scorer is the reward function.
-
-Small verifiable problems that a 135M model can learn in minutes on a CPU.
-
-Every problem is a chat with a system message and worked examples, so that answers have few tokens from the start.
-Training and evaluation problems come from one shuffled list of all problems of a kind, so that no evaluation problem
-is ever trained on.
-
-An agentic task that a 135M model can learn in minutes on a CPU: products of two numbers of two digits, with a
-calculator.
-
-The model cannot compute such products itself. Every prompt shows one worked example with a call of the tool
-`multiply`. The reward is the final answer (`exact_match`). `right_call` measures the calls alone.
-
-Questions that only a picture answers: how many dots of one color are in it? For models that see images.
-
-The pictures are drawn here. They show up to nine dots of each of four colors, which do not overlap.
-`recipes/images.yaml` uses the task.
+Every problem of `arithmetic` is a chat with a system message and worked examples, so that answers have few tokens from
+the start. Training and evaluation problems come from one shuffled list, so that no evaluation problem is ever trained
+on. `reasoning_gym_problems` are those of a data set of reasoning-gym, with its own scorer as the reward function.
+`calculator` is agentic: the model cannot compute its products of two numbers of two digits itself, and calls the tool
+`multiply`. `dots` is for models that see images.
 """
 
 from __future__ import annotations
@@ -42,9 +29,7 @@ class Kind:
     """One kind of problem.
 
     Attributes:
-        system: the system message.
         question: makes the text of a problem from its two numbers.
-        answer: computes the right answer.
         numbers: largest value. Both numbers are drawn from 10 to this value, inclusive.
         examples: worked examples, shown in every prompt and never used as problems.
     """
@@ -56,8 +41,7 @@ class Kind:
     examples: tuple[tuple[int, int], ...]
 
 
-# The prompts of `larger` have 97 tokens for the packaged model: three whole cache blocks and one token. So vLLM
-# computes one prompt token per completion and takes the others from its cache.
+# The prompts of `larger` have 97 tokens for the packaged model: three whole blocks of vLLM's cache and one token.
 KINDS = {
     "larger": Kind(
         "You compare two numbers. Answer with just the larger of the two, and nothing else.",
@@ -89,9 +73,8 @@ def arithmetic(kind: str, train_size: int, eval_size: int, seed: int) -> tuple[D
     numbers = range(10, spec.numbers + 1)
     pairs = [(a, b) for a in numbers for b in numbers if a != b and (a, b) not in spec.examples]
     if train_size + eval_size > len(pairs):
-        raise InputError(
-            f"arithmetic/{kind} has {len(pairs)} problems, {train_size + eval_size} were asked for"
-        )
+        asked_for = train_size + eval_size
+        raise InputError(f"arithmetic/{kind} has {len(pairs)} problems, {asked_for} were asked for")
     random.Random(seed).shuffle(pairs)
     held_out, rest = pairs[:eval_size], pairs[eval_size : eval_size + train_size]
     return _dataset(spec, rest), _dataset(spec, held_out)
@@ -99,12 +82,8 @@ def arithmetic(kind: str, train_size: int, eval_size: int, seed: int) -> tuple[D
 
 def _dataset(spec: Kind, pairs: list[tuple[int, int]]) -> Dataset:
     shown = [(spec.question(a, b), str(spec.answer(a, b))) for a, b in spec.examples]
-    return Dataset.from_dict(
-        {
-            "prompt": [chat(spec.system, shown, spec.question(a, b)) for a, b in pairs],
-            "answer": [str(spec.answer(a, b)) for a, b in pairs],
-        }
-    )
+    prompts = [chat(spec.system, shown, spec.question(a, b)) for a, b in pairs]
+    return Dataset.from_dict({"prompt": prompts, "answer": [str(spec.answer(a, b)) for a, b in pairs]})
 
 
 def chat(system: str, examples: list[tuple[str, str]], question: str) -> list[dict[str, str]]:
@@ -132,7 +111,7 @@ def reasoning_gym_problems(
 
     Returns:
         Two data sets with columns `prompt`, `answer` and `entry` (the problem as JSON), and the reward function. A
-        training problem that also occurs in the evaluation set is dropped from the training set.
+            training problem that also occurs in the evaluation set is dropped.
 
     Raises:
         InputError: reasoning-gym has no such data set, or is not installed.
@@ -147,15 +126,12 @@ def reasoning_gym_problems(
     shown = [(worked[i]["question"], str(worked[i]["answer"])) for i in range(examples)]
     evaluation = [held_out[i] for i in range(eval_size)]
     kept_back = {entry["question"] for entry in evaluation} | {question for question, _ in shown}
-    training = [
-        entry for entry in (source[i] for i in range(train_size)) if entry["question"] not in kept_back
-    ]
+    drawn = (source[i] for i in range(train_size))
+    training = [entry for entry in drawn if entry["question"] not in kept_back]
 
     def reasoning_gym_score(completions: list[Any], entry: list[str], **_: Any) -> list[float]:
-        return [
-            float(source.score_answer(text.strip(), json.loads(problem)))
-            for text, problem in zip(texts(completions), entry, strict=True)
-        ]
+        pairs = zip(texts(completions), entry, strict=True)
+        return [float(source.score_answer(text.strip(), json.loads(problem))) for text, problem in pairs]
 
     return _gym_rows(training, shown), _gym_rows(evaluation, shown), reasoning_gym_score
 
@@ -192,10 +168,7 @@ class SeveralTries(_Problem):
 
 
 class SpokenTries(_Problem):
-    """Each turn is an answer, without a tool.
-
-    After a wrong one the user asks again, until the model is out of tokens.
-    """
+    """Each turn is an answer, without a tool. After a wrong one the user asks again, while there are tokens."""
 
     def next_user_message(self, answer: str) -> str | None:
         """Score an answer. Returns None if it is right."""
@@ -284,7 +257,8 @@ _MOST = 9
 def dots(train_size: int, eval_size: int, seed: int) -> tuple[Dataset, Dataset]:
     """Training and evaluation problems with columns `prompt` (messages), `image` and `answer` (text).
 
-    Each picture is drawn for one problem. All answers from 0 to 9 are equally frequent.
+    Each picture shows up to nine dots of each of four colors, which do not overlap. All answers from 0 to 9 are equally
+    frequent.
     """
     draw = random.Random(seed)
     held_out, train = (_picture_rows(count, draw) for count in (eval_size, train_size))
@@ -304,9 +278,8 @@ def _picture_rows(count: int, draw: random.Random) -> Dataset:
     parts_of_message = List({"type": Value("string"), "text": Value("string")})
     messages = List({"role": Value("string"), "content": parts_of_message})
     # Without rows there would be nothing to see the columns by.
-    return Dataset.from_list(
-        rows, Features({"prompt": messages, "image": Image(), "answer": Value("string")})
-    )
+    features = Features({"prompt": messages, "image": Image(), "answer": Value("string")})
+    return Dataset.from_list(rows, features)
 
 
 def _color_question(color: str) -> str:

@@ -1,9 +1,8 @@
 """Whether a completion's final answer equals a reference as mathematics, by math-verify, within a time limit.
 
-math-verify limits its time by a signal, and Python handles signals only in the main thread of a process. In other
-threads (rewards are computed while the engine samples) a separate worker process compares one pair at a time. It
-reads and writes lines of JSON. If the worker does not answer in time, it is killed, and the next pair gets a new
-worker.
+math-verify limits its time by a signal, and Python handles signals only in the main thread of a process. For other
+threads a worker process compares one pair at a time: it reads and writes lines of JSON. If it does not answer in time,
+it is killed, and the next pair gets a new worker.
 """
 
 from __future__ import annotations
@@ -26,20 +25,14 @@ _logger = logging.getLogger(__name__)
 
 # Seconds that math-verify may take for one expression and for one comparison.
 _PARSE_LIMIT, _COMPARE_LIMIT = 10, 5
-# Seconds for one pair in the worker process, longer than math-verify's own limits; and for the worker to start (sympy
-# is slow).
+# Seconds for one pair in the worker process, longer than math-verify's own limits; and for its start (sympy is slow).
 PAIR_LIMIT, _START_LIMIT = 2 * _PARSE_LIMIT + _COMPARE_LIMIT + 5, 120.0
 UNREADABLE, SKIPPED, TIMED_OUT = "[unparseable]", "[skipped]", "[timed out]"
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The result of the comparison of a pair.
-
-    Attributes:
-        gold, answer: the parsed reference and the parsed answer, as text.
-        score: 1 if they are equal, else 0; None if the reference cannot be read.
-    """
+    """The parsed reference and answer, and the score: 1 if they are equal, else 0; None: no readable reference."""
 
     gold: str
     answer: str
@@ -72,9 +65,8 @@ def _compare_here(reference: str, text: str) -> Compared:
         boxed_match_priority=0,
         try_extract_without_anchor=False,
     )
-    found = parse(
-        text, extraction_config=[latex], extraction_mode="first_match", parsing_timeout=_PARSE_LIMIT
-    )
+    how: dict[str, Any] = {"extraction_mode": "first_match", "parsing_timeout": _PARSE_LIMIT}
+    found = parse(text, extraction_config=[latex], **how)
     score = float(verify(gold, found, timeout_seconds=_COMPARE_LIMIT))
     return Compared(str(gold), str(found) if found else UNREADABLE, score)
 
@@ -112,9 +104,8 @@ class Worker:
             )
             if _read_line(self._process, _START_LIMIT) is None:
                 self._stop()
-                raise LockstepError(
-                    f"the process that compares answers (accuracy) did not start in {_START_LIMIT:g} s"
-                )
+                what = "the process that compares answers (accuracy)"
+                raise LockstepError(f"{what} did not start in {_START_LIMIT:g} s")
         return self._process
 
     def _asked(self, process: subprocess.Popen[bytes], pair: list[str]) -> Any:

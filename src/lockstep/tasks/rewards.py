@@ -1,15 +1,8 @@
-"""Reward functions by name: those that come with Lockstep, and those in files and packages.
+"""Reward functions by name: those that come with Lockstep, and functions and classes in files and packages.
 
-A name is a built-in one, `soft_overlong(MAX, CACHE)`, `path/to/file.py:function`, or `package.module.function`. A
-name that is a directory, or has a slash and no colon, names a reward model, which is loaded elsewhere.
-
-The reward functions that come with Lockstep, by the names that `--reward_funcs` accepts.
-
-Each takes the arguments that it needs by keyword and ignores the others. docs/internals/rollouts.md lists them.
-
-Functions and classes by name: `path/to/file.py:name`, or `package.module.name`.
-
-The command line names reward functions, tools and environments so. The built-in reward functions are added to them.
+A name is a built-in one, `soft_overlong(MAX, CACHE)`, `path/to/file.py:function`, or `package.module.function`. A name
+that is a directory, or has a slash and no colon, names a reward model, which is loaded elsewhere. Each built-in
+function takes the arguments that it needs by keyword and ignores the others; docs/internals/rollouts.md lists them.
 """
 
 from __future__ import annotations
@@ -91,9 +84,8 @@ def accuracy(
     check_package("accuracy")
     references = solution if solution is not None else answer
     if references is None:
-        raise InputError(
-            "accuracy needs a column 'solution' or 'answer' with the right result; the data has neither"
-        )
+        columns = "a column 'solution' or 'answer' with the right result"
+        raise InputError(f"accuracy needs {columns}; the data has neither")
     found = [
         compare(None if reference is None else str(reference), text)
         for reference, text in zip(references, texts(completions), strict=True)
@@ -137,8 +129,7 @@ def soft_overlong(max_completion_length: int, cache: int) -> Reward:
     if not 0 <= cache <= max_completion_length:
         raise InputError(
             f"soft_overlong({max_completion_length}, {cache}): the second number, the tokens over which the "
-            f"punishment grows, must "
-            "be between 0 and the first, the longest completion"
+            "punishment grows, must be between 0 and the first, the longest completion"
         )
     punished = functools.partial(_punished, start=max_completion_length - cache, cache=cache)
 
@@ -173,21 +164,13 @@ _EXTRAS = {"accuracy": ("math", "math_verify"), "reasoning_gym": ("demo", "reaso
 
 
 def check_package(name: str) -> None:
-    """Check that the package of a built-in function is there, without importing it.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """Check that the package of a built-in function is installed (`InputError`), without importing it."""
     if name in _EXTRAS:
         check_extra(f"the built-in {name}", *_EXTRAS[name])
 
 
 def gym_package() -> Any:
-    """The package reasoning_gym. Its import takes two thirds of a second.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """The package reasoning_gym, whose import takes two thirds of a second; an `InputError` if it is not installed."""
     check_package("reasoning_gym")
     import reasoning_gym
 
@@ -235,8 +218,7 @@ def load_function(name: str, kind: str, modules: Modules | None = None) -> Any:
 
     Args:
         kind: what it is for, such as `tool`, for errors.
-        modules: the files that this run has loaded. With it, everything from one file is from one module. None: the
-            file is loaded again.
+        modules: the files that this run has loaded. With it, everything from one file is from one module.
 
     Raises:
         InputError: there is no such function or class. The message says where it was searched.
@@ -291,8 +273,7 @@ def _from_file(path: Path, kind: str, modules: Modules | None) -> Any:
 
 
 def _from_package(name: str, kind: str) -> Any:
-    # TRL's commands search the working directory first. Here it comes last, so that no local folder hides an
-    # installed package.
+    # The working directory comes last, unlike in TRL, so that no local folder hides an installed package.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:
@@ -300,9 +281,8 @@ def _from_package(name: str, kind: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise InputError(
-            f"{kind} module {name!r} cannot be imported: {type(error).__name__}: {quoted(error)}"
-        ) from error
+        why = f"{type(error).__name__}: {quoted(error)}"
+        raise InputError(f"{kind} module {name!r} cannot be imported: {why}") from error
 
 
 _KIND = "reward function"
@@ -310,23 +290,17 @@ _SOFT_OVERLONG = re.compile(r"soft_overlong\(\s*(\d+)\s*,\s*(\d+)\s*\)")
 
 
 def names_model(name: str) -> bool:
-    """Whether a name is the name of a reward model (a directory, or a hub id such as `user/model`) and not of a
-    function.
-    """
+    """Whether a name is that of a reward model (a directory, or a hub id such as `user/model`) and of no function."""
     if not name or name in BUILT_IN or ":" in name or name.endswith(".py"):
         return False
     return "/" in name or expanded(name).is_dir()
 
 
 def load_reward(name: str, modules: Modules | None = None) -> Reward:
-    """Reward function by name.
-
-    Args:
-        modules: as in `load_function`.
+    """Reward function by name; `modules` as in `load_function`.
 
     Raises:
-        InputError: there is no such function, and the message says where it was searched; or a built-in function
-            needs a package that is not installed.
+        InputError: there is no such function, or a built-in function needs a package that is not installed.
     """
     if name in BUILT_IN:
         check_package(name)
@@ -338,7 +312,7 @@ def load_reward(name: str, modules: Modules | None = None) -> Reward:
 
 
 def reward_place(name: str) -> tuple[str, str]:
-    """File or module of a reward function, and the function's name; both empty for a built-in function. Runs no code.
+    """File or module of a reward function, and its name; both empty for a built-in function. Runs no code.
 
     Raises:
         InputError: the name is not a name of a reward function, or the file does not exist.
@@ -348,7 +322,6 @@ def reward_place(name: str) -> tuple[str, str]:
     if ("." not in name and ":" not in name) or name.endswith(".py"):
         raise InputError(
             f"reward function {name!r}: not one of {', '.join(BUILT_IN)}, soft_overlong(MAX,CACHE), nor "
-            f"file.py:function, "
-            "package.module.function, or the directory or hub id of a reward model"
+            "file.py:function, package.module.function, or the directory or hub id of a reward model"
         )
     return place_of(name, _KIND)

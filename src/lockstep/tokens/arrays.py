@@ -1,22 +1,10 @@
 """Arrays with one value per token, their digests, and the ids that a sampling filter kept.
 
-Read-only, one-dimensional numpy arrays with one value per token.
-
-All token ids, log-probs, versions and masks are such arrays, from an engine's answer to the loss. Ids and versions
-are int64. Log-probs and all other real numbers are float32, because engines and the trainer's forward compute them in
-float32. Python floats, JSON and float64 represent each float32 value exactly. Sums over tokens use float64. A
-read-only array is kept without a copy. Other values are copied once, so that the caller cannot change them
-afterwards.
-
-A digest of names and arrays, for proofs that two programs have the same values.
-
-The digest of what was sampled is compared with that of what a loss uses. The digest is xxh3-128. It costs about as
-much as reading the memory once. It finds faults, but it does not protect against forgery.
-
-The ids that a sampling filter (top-k, top-p, min-p) of the engine kept for each sampled token.
-
-An engine adds them to its completions. The trainer does not compute the filter itself, because rounding could keep an
-id on one machine and remove it on another. Instead it scores each sampled token among the engine's ids.
+All token ids, log-probs, versions and masks are read-only, one-dimensional numpy arrays, from an engine's answer to the
+loss. Ids and versions are int64. Log-probs and all other real numbers are float32, because engines and the trainer's
+forward compute them in float32. Python floats, JSON and float64 represent each float32 value exactly. Sums over tokens
+use float64. A read-only array is kept without a copy. Other values are copied once, so that the caller cannot change
+them afterwards.
 """
 
 from __future__ import annotations
@@ -47,18 +35,13 @@ def whole_numbers(values: Values) -> Ids:
     """The values as (N,) int64, read-only.
 
     Raises:
-        BadValues: a value is not an integer, or does not fit into int64. Values are not rounded, and text is not read
-            as a number.
+        BadValues: a value is not an integer, or does not fit into int64. Values are not rounded, and no text is read.
     """
     return _checked(values, np.dtype(np.int64), "iu")
 
 
 def small_ids(values: Values) -> SmallIds:
-    """The values as (M,) int32, read-only. It is for lists with many ids per token, to save memory.
-
-    Raises:
-        BadValues: a value is not an integer, or does not fit into int32.
-    """
+    """The values as (M,) int32, read-only, for lists with many ids per token. Raises as `whole_numbers`."""
     if type(values) is np.ndarray and values.dtype == np.int32:
         return _checked(values, np.dtype(np.int32), "i")
     wide = whole_numbers(values)
@@ -68,20 +51,12 @@ def small_ids(values: Values) -> SmallIds:
 
 
 def reals(values: Values) -> Reals:
-    """The values as (N,) float32, read-only. A number that is too large for float32 becomes infinite.
-
-    Raises:
-        BadValues: a value is not a number (for example None).
-    """
+    """The values as (N,) float32, read-only; a `BadValues` for what is no number. Too large ones become infinite."""
     return _checked(values, np.dtype(np.float32), "fiu")
 
 
 def flags(values: Values) -> Flags:
-    """The values as (N,) bool, read-only.
-
-    Raises:
-        BadValues: a value is neither True nor False.
-    """
+    """The values as (N,) bool, read-only; a `BadValues` for what is neither True nor False."""
     return _checked(values, np.dtype(np.bool_), "b")
 
 
@@ -96,16 +71,12 @@ def joined(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 
 
 def cut(values: npt.NDArray[Any], lengths: Sequence[int] | npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """Split `values` into parts of these lengths, in order. The parts are views; they are read-only if `values` is.
-
-    Raises:
-        ValueError: the sum of the lengths is not the length of `values`.
-    """
-    ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
-    if (int(ends[-1]) if len(ends) else 0) != len(values):
-        raise ValueError(f"{len(values)} values are cut into parts of {int(ends[-1]) if len(ends) else 0}")
-    starts = (ends - np.asarray(lengths, dtype=np.int64)).tolist()
-    return [values[start:end] for start, end in zip(starts, ends.tolist(), strict=True)]
+    """Views of `values` with these lengths, in order; a `ValueError` if they do not add up to that of `values`."""
+    sizes = np.asarray(lengths, dtype=np.int64)
+    ends, whole = np.cumsum(sizes), int(sizes.sum())
+    if whole != len(values):
+        raise ValueError(f"{len(values)} values are cut into parts of {whole}")
+    return [values[start:end] for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
 
 
 def places_of(sampled: Flags | None, length: int) -> Ids:
@@ -168,9 +139,9 @@ def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def digest_of(*parts: str | npt.NDArray[Any]) -> str:
-    """Hex digest of texts and arrays, in the order in which they are given.
+    """Hex xxh3-128 of texts and arrays in their order, and of the number of bytes of each.
 
-    It also depends on the number of bytes of each.
+    It costs about as much as reading the memory once. It finds faults, and does not protect against forgery.
     """
     digest = xxhash.xxh3_128()
     for part in parts:
@@ -183,13 +154,14 @@ def digest_of(*parts: str | npt.NDArray[Any]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptIds(ArrayFields):
-    """One set of token ids for each of N sampled tokens. The sets are stored one after the other.
+    """The ids that a sampling filter (top-k, top-p, min-p) of the engine kept: one set for each of N sampled tokens.
 
-    Its arrays are read-only. The constructor accepts any sequence of integers.
+    The trainer does not compute the filter itself, because rounding could keep an id on one machine and remove it on
+    another. It scores each sampled token among the engine's ids.
 
     Attributes:
-        ids: (M,) int32 the ids of all sets, ascending within each set.
-        ends: (N,) int64 the position in `ids` at which each set ends. The first set begins at 0.
+        ids: (M,) int32, read-only: the ids of all sets, one set after the other, ascending within each set.
+        ends: (N,) int64, read-only: the position in `ids` at which each set ends. The first set begins at 0.
 
     Raises:
         BadValues: a value is not an integer, the ends decrease, or the last end is not M.
@@ -232,8 +204,6 @@ class KeptIds(ArrayFields):
 
 def joined_kept_ids(parts: Sequence[KeptIds]) -> KeptIds:
     """The sets of all parts, in order. There must be at least one part."""
-    offsets = np.cumsum([0, *(len(part.ids) for part in parts[:-1])])
-    return KeptIds(
-        joined([part.ids for part in parts]),
-        joined([part.ends + offset for part, offset in zip(parts, offsets.tolist(), strict=True)]),
-    )
+    offsets = np.cumsum([0, *(len(part.ids) for part in parts[:-1])]).tolist()
+    ends = [part.ends + offset for part, offset in zip(parts, offsets, strict=True)]
+    return KeptIds(joined([part.ids for part in parts]), joined(ends))

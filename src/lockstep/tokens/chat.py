@@ -1,36 +1,18 @@
 """From messages to token ids: the tokenizer, the chat template and its clock, the end tokens, and the ids of pictures.
 
-Turns a dataset's prompt into token ids, and renders messages with the chat template. No other module does this.
+No other module turns a dataset's prompt into token ids. A prompt of plain text is encoded without changes: text of
+control tokens becomes control tokens, as in TRL. Messages are rendered by the chat template, in first prompts as in
+later turns. An engine's answer is never tokenized again, and embeddings are never resized.
 
-A prompt of plain text is encoded without changes: text of control tokens becomes control tokens, as in TRL. Messages
-are rendered in first prompts as in later turns, so that text of a message never becomes a control token. The ids go
-into requests to an engine. An engine's answer is never tokenized again.
-
-A template writes control tokens as text (`<|im_end|>`), and the tokenizer turns this text into ids. Text of a user or
-a tool that looks the same would become the same ids. Therefore such text is *guarded* before it is rendered: a guard
+A template writes control tokens as text (`<|im_end|>`), and the tokenizer turns this text into ids. Text of a user or a
+tool that looks the same would become the same ids. Therefore such text is *guarded* before it is rendered: a guard
 character is inserted after its first character, and the tokenizer finds no control token there. The added tokens that
 it does find split the text into stretches. A stretch with a guard is encoded again, without the guard, by the same
-tokenizer without its added tokens. All other stretches keep the ids that the tokenizer gives the whole text.
-Therefore messages without such text get exactly the template's own ids.
+tokenizer without its added tokens. All other stretches keep the ids that the tokenizer gives the whole text. Therefore
+messages without such text get exactly the template's own ids.
 
-Loads the tokenizer, and checks that trainer and engine use one vocabulary.
-
-Rewards get text that the tokenizer decodes. Embeddings are never resized. If there is no pad token, an existing token
-becomes the pad token.
-
-The tokens that end a completion. All modules that need them call `end_ids`. Every request names them
-(`Sampling.end_ids`).
-
-The clock of a run's chat templates: one moment for all of them.
-
-Some templates write the date into a prompt (`strftime_now`, in transformers the clock of the machine). A run would
-then get other prompts after midnight, on another rank, in a later turn, or when it is resumed. Therefore all templates
-of a run read one moment. The trainer gives it to the config, and the config gives it to the templates.
-
-Puts the ids of pictures into the ids of a conversation. These ids come from the picture, not from the tokenizer.
-
-`images/` makes the pictures. A message contains a picture as the part `{"type": "image", "picture": …}`. The chat
-template writes one placeholder for it. This module replaces the placeholder by the picture's ids.
+A message contains a picture as the part `{"type": "image", "picture": …}`. The chat template writes one placeholder for
+it, which is replaced by the picture's ids. They come from the picture, not from the tokenizer.
 """
 
 from __future__ import annotations
@@ -78,36 +60,24 @@ def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 
 def with_picture_ids(ids: Ids, placeholder: int, pictures: Sequence[HasPictureIds]) -> Ids:
-    """Ids in which each placeholder is replaced by the ids of its picture.
-
-    Args:
-        ids: (N,) ids with one placeholder per picture.
-
-    Raises:
-        InputError: there are more or fewer placeholders than pictures.
-    """
+    """Ids in which each placeholder is replaced by the ids of its picture; an `InputError` if the numbers differ."""
     places = np.flatnonzero(ids == placeholder)
     if len(places) != len(pictures):
         raise InputError(
             f"the text has {len(places)} placeholders for {len(pictures)} pictures: the chat template does "
-            f"not write one per image "
-            "part, or a prompt of plain text does not contain one per picture"
+            "not write one per image part, or a prompt of plain text does not contain one per picture"
         )
     if not pictures:
         return ids
-    pieces = np.split(ids, places)
-    joined = [
-        pieces[0],
-        *(part for own, piece in zip(pictures, pieces[1:], strict=True) for part in (own.ids, piece[1:])),
-    ]
-    return whole_numbers(np.concatenate(joined))
+    first, *pieces = np.split(ids, places)
+    rest = [part for own, piece in zip(pictures, pieces, strict=True) for part in (own.ids, piece[1:])]
+    return whole_numbers(np.concatenate([first, *rest]))
 
 
 Message = dict[str, Any]
 # The content of a message: text, or a list of parts.
 Content = str | list[dict[str, Any]]
-# The guard is a lone surrogate, which text cannot contain. Tokenizers cannot read it. They get `_GUARD_AS_READ`
-# instead, a character that no text uses.
+# A lone surrogate, which text cannot contain. Tokenizers cannot read it, and get a character that no text uses.
 _GUARD, _GUARD_AS_READ = "\udfff", "\ufdd0"
 # Words and white space are ordinary text, even if a tokenizer has a token of its own for them.
 _ORDINARY_TEXT = re.compile(r"\w+|\s+")
@@ -128,10 +98,7 @@ def template_of(
     chat_template_kwargs: dict[str, Any] | None = None,
     placeholder: int | None = None,
 ) -> Template | None:
-    """The template that renders first prompts; None if the tokenizer has no template.
-
-    `placeholder` as in `Template`.
-    """
+    """The template that renders first prompts; None if the tokenizer has none. `placeholder` as in `Template`."""
     if tokenizer.chat_template is None:
         return None
     return Template(tokenizer, [tokenizer.eos_token_id], chat_template_kwargs, placeholder=placeholder)
@@ -140,33 +107,26 @@ def template_of(
 def with_joined_text(prompt: Any) -> Any:
     """A prompt in which each content that is a list of text parts (`{"type": "text", "text": …}`) has become one text.
 
-    The parts of a message are joined without a separator, as templates for images and text do. All other contents
-    stay unchanged.
-
-    Keys whose value is None are left out, apart from a message's `content`. Arrow gives every message, call and part
-    the keys of all others, with None where a row has none; templates ask whether a key is there.
+    The parts of a message are joined without a separator, as templates for images and text do. Keys whose value is None
+    are left out, apart from a message's `content`: Arrow gives every message, call and part the keys of all others, and
+    templates ask whether a key is there.
     """
     if not isinstance(prompt, list):
         return prompt
-    messages = [_written_message(m) if isinstance(m, dict) else m for m in prompt]
-    return [
-        {**m, "content": "".join(part["text"] for part in m["content"])}
-        if isinstance(m, dict) and _is_text_parts(m.get("content"))
-        else m
-        for m in messages
-    ]
+    return [_with_joined_text(message) if isinstance(message, dict) else message for message in prompt]
 
 
-def _written_message(message: Message) -> Message:
-    return {
-        name: _written(value) for name, value in message.items() if value is not None or name == "content"
-    }
+def _with_joined_text(message: Message) -> Message:
+    given = {name: value for name, value in message.items() if value is not None or name == "content"}
+    found = {name: _written(value) for name, value in given.items()}
+    if _is_text_parts(found.get("content")):
+        found["content"] = "".join(part["text"] for part in found["content"])
+    return found
 
 
 def _written(value: Any) -> Any:
-    """A value without the keys that are None, at any depth."""
+    """A value without the keys that are None, at any depth. Files of pictures (`bytes`, `path`) keep theirs."""
     if isinstance(value, dict) and value.keys() != {"bytes", "path"}:
-        # The other ones are files of pictures.
         return {name: _written(entry) for name, entry in value.items() if entry is not None}
     return [_written(entry) for entry in value] if isinstance(value, list) else value
 
@@ -189,9 +149,9 @@ def render_prompt(
 ) -> tuple[int, ...]:
     """Token ids of one prompt.
 
-    Plain text is encoded with the tokenizer's special tokens, unless `add_special_tokens` is off. Messages are
-    rendered by the chat template, with the generation prompt. If the last message is the assistant's, there is no
-    generation prompt: the model continues this message, as in TRL.
+    Plain text is encoded with the tokenizer's special tokens, unless `add_special_tokens` is off. Messages are rendered
+    by the chat template, with the generation prompt. If the last message is the assistant's, there is no generation
+    prompt: the model continues this message, as in TRL.
 
     Args:
         template: the result of `template_of`, so that many prompts share it; None: it is made for this prompt.
@@ -208,8 +168,7 @@ def render_prompt(
         if any(not isinstance(m.get("content"), str | list | None if images else str | None) for m in prompt):
             raise InputError(
                 "a message's content must be text or a list of text parts; images need a model that reads "
-                "them, and other parts "
-                "are not supported yet"
+                "them, and other parts are not supported yet"
             )
         if any(not isinstance(m["role"], str) for m in prompt):
             raise InputError("a message's role must be text")
@@ -222,9 +181,8 @@ def render_prompt(
             )
         ids = template.ids(template.text(prompt), pictures_in(prompt)).tolist()
     else:
-        raise InputError(
-            f"a prompt must be text or a non-empty list of messages with a role, got {prompt!r:.200}"
-        )
+        wanted = "text or a non-empty list of messages with a role"
+        raise InputError(f"a prompt must be {wanted}, got {prompt!r:.200}")
     if not ids:
         raise InputError(f"a prompt has no tokens: {prompt!r:.200}")
     return tuple(ids)
@@ -234,7 +192,6 @@ class Template:
     """The chat template of a tokenizer, with the template's arguments of a run.
 
     Args:
-        tokenizer: a tokenizer with a chat template.
         end_ids: ids that end a turn.
         kwargs: further arguments of the template (`chat_template_kwargs`).
         tools: the tools as the template takes them (functions or JSON schemas).
@@ -242,8 +199,8 @@ class Template:
 
     Attributes:
         control: the text of each control token, by id. Control tokens are the tokenizer's special tokens, the end
-            tokens, and other added tokens that the template's source contains or that look like `<|name|>`,
-            `<think>`, `<tool_call>` or `[NAME]`. Tokens for words and white space are no control tokens.
+            tokens, and other added tokens that the template's source contains or that look like `<|name|>`, `<think>`,
+            `<tool_call>` or `[NAME]`. Tokens for words and white space are no control tokens.
         control_pattern: finds text that looks like a control token.
 
     Raises:
@@ -279,16 +236,14 @@ class Template:
         # In trusted roles only special tokens are guarded. A template finds thinking in the text of the assistant's
         # content, and a system message may use `<think>` or `<tool_call>` as control tokens.
         self._special_pattern = _pattern_of(text for i, text in self.control.items() if i in special)
-        # Templates of some models with pictures accept only lists of parts. They render nothing of a content that is
-        # text.
+        # Templates of some models with pictures accept only lists of parts, and render nothing of a text.
         self._takes_parts = False
         self._takes_parts = not self._shows_text() and self._shows_text(in_parts=True)
 
     def text(self, messages: Sequence[Message]) -> str:
         """The text of a conversation, up to the opening of the next assistant turn, with guards.
 
-        If the last message is the assistant's, the text ends inside this message instead, so that the model continues
-        it.
+        If the last message is the assistant's, the text ends inside this message, so that the model continues it.
 
         Raises:
             InputError: the template refuses these messages.
@@ -297,22 +252,15 @@ class Template:
         return self._rendered(messages, add_generation_prompt=not continues, continue_final_message=continues)
 
     def finished(self, messages: Sequence[Message]) -> str:
-        """The text of a conversation that ends with its last message, with guards.
-
-        Raises:
-            InputError: the template refuses these messages.
-        """
+        """The text of a conversation that ends with its last message, with guards. Raises as `text`."""
         return self._rendered(messages, add_generation_prompt=False)
 
     def ids(self, text: str, pictures: Sequence[HasPictureIds] = ()) -> Ids:
-        """Ids of rendered text. Guarded text gives no control token, and each picture gives its own ids.
-
-        Args:
-            pictures: the pictures that the text shows, in order.
+        """Ids of rendered text. Guarded text gives no control token, and each picture its own ids, in order.
 
         Raises:
-            InputError: the tokenizer cannot encode guarded text as text, or the number of placeholders is not that of
-                the pictures.
+            InputError: guarded text cannot be encoded as text, or the number of placeholders is not that of the
+                pictures.
         """
         if _GUARD in text:
             ids = whole_numbers(self._unguarded(text))
@@ -326,10 +274,9 @@ class Template:
 
     def _shows_text(self, *, in_parts: bool = False) -> bool:
         content: Any = [{"type": "text", "text": _TEST_WORD}] if in_parts else _TEST_WORD
+        messages = [{"role": "user", "content": content}]
         try:
-            return _TEST_WORD in self._rendered(
-                [{"role": "user", "content": content}], add_generation_prompt=True
-            )
+            return _TEST_WORD in self._rendered(messages, add_generation_prompt=True)
         except InputError:
             return False
 
@@ -352,54 +299,42 @@ class Template:
         trusted = message["role"] in _TRUSTED
         if self._takes_parts and isinstance(message.get("content"), str):
             message = {**message, "content": [{"type": "text", "text": message["content"]}]}
-        return {
-            key: value
-            if key in ("role", "type")
-            else _guard_texts(
-                value, self._special_pattern if trusted and key != "tool_calls" else self.control_pattern
-            )
-            for key, value in message.items()
-        }
+        found = {}
+        for key, value in message.items():
+            pattern = self._special_pattern if trusted and key != "tool_calls" else self.control_pattern
+            found[key] = value if key in ("role", "type") else _guard_texts(value, pattern)
+        return found
 
     def _unguarded(self, text: str) -> list[int]:
         if not self.tokenizer.is_fast:
             raise InputError(
                 "a message contains the text of a control token, and this tokenizer has no fast version that "
-                "could encode it as "
-                "text: remove it from the message, or load a fast tokenizer"
+                "could encode it as text: remove it from the message, or load a fast tokenizer"
             )
-        encoded = self.tokenizer(
-            text.replace(_GUARD, _GUARD_AS_READ), add_special_tokens=False, return_offsets_mapping=True
-        )
+        readable = text.replace(_GUARD, _GUARD_AS_READ)
+        encoded = self.tokenizer(readable, add_special_tokens=False, return_offsets_mapping=True)
         ids, spans = encoded["input_ids"], encoded["offset_mapping"]
         found: list[int] = []
         first = start = 0  # the stretch since the last added token: its first id, and its first character
         for position in [*np.flatnonzero(np.isin(ids, self._added_ids)).tolist(), len(ids)]:
             end = spans[position][0] if position < len(ids) else len(text)
-            stretch = text[start:end]
-            found += (
-                self._ids_as_text(stretch, ids[first:position]) if _GUARD in stretch else ids[first:position]
-            )
+            stretch, own = text[start:end], ids[first:position]
+            found += self._ids_as_text(stretch, own) if _GUARD in stretch else own
             if position < len(ids):
                 found.append(ids[position])
                 first, start = position + 1, spans[position][1]
         return found
 
     def _ids_as_text(self, stretch: str, guarded_ids: list[int]) -> list[int]:
-        """Ids of a stretch without its guards.
-
-        `guarded_ids` are the ids that the stretch with its guards has in the whole text.
-        """
+        """Ids of a stretch without its guards. `guarded_ids` are its ids with them in the whole text."""
         bare, text = self._without_added_tokens(), stretch.replace(_GUARD, "")
         ids: list[int] = bare.encode(text, add_special_tokens=False).ids
-        same = (
-            bare.encode(stretch.replace(_GUARD, _GUARD_AS_READ), add_special_tokens=False).ids == guarded_ids
-        )
+        readable = stretch.replace(_GUARD, _GUARD_AS_READ)
+        same = bare.encode(readable, add_special_tokens=False).ids == guarded_ids
         if not same or np.isin(ids, self.control_ids).any() or self.tokenizer.decode(ids) != text:
             raise InputError(
                 f"a message contains the text of a control token ({text!r:.80}), and this tokenizer cannot "
-                f"encode it as text: "
-                "remove it from the message"
+                "encode it as text: remove it from the message"
             )
         return ids
 
@@ -431,10 +366,9 @@ def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
 def _guard_texts(value: Any, pattern: re.Pattern[str]) -> Any:
     """A value in which every text is guarded. Lone surrogates become U+FFFD, because tokenizers cannot read them."""
     if isinstance(value, str):
-        clean = (
-            value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        )
-        return pattern.sub(lambda found: found[0][0] + _GUARD + found[0][1:], clean)
+        if not value.isascii():
+            value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return pattern.sub(lambda found: found[0][0] + _GUARD + found[0][1:], value)
     if isinstance(value, dict):
         return {_guard_texts(k, pattern): _guard_texts(v, pattern) for k, v in value.items() if k != PICTURE}
     if isinstance(value, list | tuple):
@@ -452,9 +386,9 @@ def _texts(value: Any) -> Iterator[str]:
         yield from (text for part in value for text in _texts(part))
 
 
-__all__ = ["Message", "is_conversational", "render_prompt", "template_of", "with_joined_text"]
-
 _logger = logging.getLogger(__name__)
+
+_NEVER_RESIZED = "embeddings are never resized here: the engine would keep the old vocabulary"
 
 _VOCABULARY_FILES = (
     "tokenizer.json",
@@ -487,18 +421,13 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         # Which of these errors transformers raises depends on the missing file.
-        raise InputError(
-            f"model {path} comes without a usable tokenizer: {type(error).__name__}: {error}"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise InputError(f"model {path} comes without a usable tokenizer: {why}") from error
     return guard_tokenizer(tokenizer)
 
 
 def guard_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Use the end-of-sequence token as the pad token if there is none. The vocabulary does not change.
-
-    Raises:
-        InputError: there is no end-of-sequence token either.
-    """
+    """Use the end-of-sequence token as the pad token if there is none; an `InputError` if both are missing."""
     if tokenizer.eos_token_id is None:
         raise InputError("the tokenizer has no end-of-sequence token; completions could never end")
     if tokenizer.pad_token_id is None:
@@ -514,10 +443,9 @@ def embedding_rows(model: PreTrainedModel) -> int:
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that the tokenizer's special ids have embeddings, and write the pad id into the model's config.
 
-    Usually the tokenizer is smaller than the embedding, whose rows are padded to a round number. A larger tokenizer
-    has tokens without an embedding, which neither the model nor an engine can compute with. Some published models
-    have one that no text gives (Gemma 3: the token of an image). Therefore a prompt that has such a token is refused
-    (`check_embedded`), and not the tokenizer.
+    A tokenizer that is larger than the embedding has tokens that neither the model nor an engine can compute with. Some
+    published models have one that no text gives (Gemma 3: the token of an image). Therefore a prompt that has such a
+    token is refused (`check_embedded`), and not the tokenizer.
 
     Raises:
         InputError: the model cannot embed the pad token or the end token.
@@ -527,14 +455,12 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
         if needed is not None and needed >= rows:
             raise InputError(
                 f"the tokenizer's {title} token has id {needed} but the model embeds only {rows} tokens: give "
-                f"the tokenizer a "
-                "token that the model has (embeddings are never resized here: the engine would keep the old vocabulary)"
+                f"the tokenizer a token that the model has ({_NEVER_RESIZED})"
             )
     if beyond := sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= rows):
         _logger.warning(
             f"the tokenizer has {len(beyond)} tokens that the model cannot embed ({beyond[0][1]!r} with id "
-            f"{beyond[0][0]} first; "
-            f"the model embeds {rows}): a prompt with one of them is refused"
+            f"{beyond[0][0]} first; the model embeds {rows}): a prompt with one of them is refused"
         )
     model.config.pad_token_id = tokenizer.pad_token_id
     if model.generation_config is not None:
@@ -542,26 +468,19 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 def check_embedded(ids: Ids, rows: int, what: str) -> None:
-    """Refuse ids that a model has no embedding for.
+    """Refuse (`InputError`) ids, of which there is at least one, if the model has no embedding for one of them.
 
-    Args:
-        ids: (n,) at least one id.
-        rows: number of ids that the model embeds.
-        what: where the ids come from, for the message.
-
-    Raises:
-        InputError: an id has no embedding.
+    `rows` is the number of ids that the model embeds; `what` says where the ids come from.
     """
     if (largest := int(ids.max())) >= rows:
         raise InputError(
-            f"{what} has token id {largest} but the model embeds only {rows} tokens: take the text of that "
-            f"token out, or remove "
-            "the token from the tokenizer (embeddings are never resized here: the engine would keep the old vocabulary)"
+            f"{what} has token id {largest} but the model embeds only {rows} tokens: take the text of that token "
+            f"out, or remove the token from the tokenizer ({_NEVER_RESIZED})"
         )
 
 
 def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokenizer's end token, then the end tokens of the model's generation config, each once.
+    """The ids that end a completion: the tokenizer's end token, then those of the model's generation config, each once.
 
     Ids of the generation config that the model cannot sample are left out.
     """
@@ -573,11 +492,7 @@ def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple
 
 
 def directory_end_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The end tokens that a model directory names.
-
-    Args:
-        tokenizer: the tokenizer of the directory.
-    """
+    """The end tokens that a model directory names, and that of its tokenizer."""
     try:
         configured = load_files(GenerationConfig, path).eos_token_id
     except OSError:
@@ -596,7 +511,10 @@ NAME_IN_TEMPLATES = "strftime_now"
 
 @dataclass(slots=True)
 class TemplateClock:
-    """A clock that stands still.
+    """A clock that stands still: one moment for all chat templates of a run.
+
+    Some templates write the date into a prompt (`strftime_now`, in transformers the clock of the machine). A run would
+    then get other prompts after midnight, on another rank, in a later turn, or when it is resumed.
 
     Attributes:
         moment: local time without a zone, as transformers has it.

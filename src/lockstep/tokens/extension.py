@@ -1,8 +1,9 @@
 """Extends a conversation in ids between two sampled turns, and proves at start that this is exact.
 
-Makes the ids between a sampled turn and the next one, from the template's rendering of the whole conversation.
-
-A proof at start shows that the ids are right.
+`Extension.next` gets the ids that the engine sampled and the messages that follow. The result is an `Insert` or a
+`Branch`. An `Insert` has the ids that come after the sampled ones: the end of the template's rendering of the whole
+conversation, from the token that closes the sampled turn. A `Branch` has the ids of another prompt, because the
+template renders the earlier turns differently from now on. The ids of a sampled turn are never made from text.
 
 Proof `template`.
 Shows: what was inserted after a turn is what the chat template renders for this conversation, from the token that
@@ -10,21 +11,9 @@ closes the turn on.
 Does not show: turns of other rollouts than the drawn ones.
 When: every insertion in one rollout in four, drawn by its seed; the template renders the conversation once more.
 
-Proves at start, on random conversations, that conversations of a chat template and a tokenizer can be extended in ids.
-
-It runs once per `Extension`. Each case is a kind of conversation: what the assistant did, and what follows. The proof
-renders the whole conversation, and takes from its ids the part that a model would have sampled. Then
-`Continuation.next` continues the conversation after this part. With an `Insert`, the sampled and the inserted ids must
-together be the template's ids of the whole conversation. With a `Branch`, the ids of the branch must be the template's
-ids of the whole conversation.
-
-Extends a conversation in ids: reads a sampled turn, and makes the ids between this turn and the next one.
-
-A rollout calls `Extension.next` with the ids that the engine sampled and the messages that follow. The result is an
-`Insert` or a `Branch`. An `Insert` has the ids that come after the sampled ones: the end of the template's rendering
-of the whole conversation, from the token that closes the sampled turn. A `Branch` has the ids of another prompt,
-because the template renders the earlier turns differently from now on. The ids of a sampled turn are never made from
-text.
+A proof at start runs once per `Extension`, on random conversations of several kinds: what the assistant did, and what
+follows. It takes from the ids of the whole conversation the part that a model would have sampled, and continues after
+it. The sampled and the inserted ids, or the ids of the branch, must be the template's ids of the whole conversation.
 """
 
 from __future__ import annotations
@@ -55,11 +44,7 @@ from lockstep.tokens.turns import Conventions, ParsedTurn, TurnReader, made_up_c
 
 @dataclass(frozen=True, slots=True)
 class Insert:
-    """The rollout goes on after its own ids.
-
-    Attributes:
-        ids: (N,) ids to insert after the sampled turn; they were not sampled.
-    """
+    """The rollout goes on after its own ids. `ids` (N,) are inserted after the sampled turn; they were not sampled."""
 
     ids: Ids
 
@@ -83,13 +68,7 @@ END_DIFFERS = "the template ends this turn with another token than the model"
 
 
 class Continuation:
-    """Continues conversations of one template.
-
-    Args:
-        template: the deployed template.
-        reader: reads sampled turns.
-        end_ids: ids that end a turn.
-    """
+    """Continues conversations of one template. `end_ids` end a turn."""
 
     def __init__(self, template: Template, reader: TurnReader, end_ids: Iterable[int]) -> None:
         self.template, self.reader, self._end_ids = template, reader, frozenset(end_ids)
@@ -98,20 +77,17 @@ class Continuation:
     def rendered(
         self, messages: Sequence[Message], turn: Message, new_messages: Sequence[Message]
     ) -> tuple[str, int]:
-        """The text of a conversation with a turn and the messages after it, and the position of the token that closes
-        the turn.
+        """The text of a conversation with a turn and what follows, and the position of the token that closes the turn.
 
-        If there are no messages after the turn, the text ends with the turn. If the template then does not close the
-        turn, the position is the end of the text.
+        If nothing follows the turn, the text ends with it. If the template then does not close it, the position is the
+        end of the text.
 
         Raises:
             InputError: the template refuses these messages, or does not close the turn with an end token.
         """
         *earlier, last = _with_turn(messages, turn)
         render = self.template.text if new_messages else self.template.finished
-        text, changed = (
-            render([*earlier, message, *new_messages]) for message in (last, _with_other_end(last))
-        )
+        text, changed = (render([*earlier, end, *new_messages]) for end in (last, _with_other_end(last)))
         # The common end of both texts begins inside the turn, or at the token that closes it.
         common_end = len(text) - shared_start(text[::-1], changed[::-1])
         positions = [position for end in self._end_texts if (position := text.find(end, common_end)) >= 0]
@@ -119,9 +95,9 @@ class Continuation:
             return text, len(text)
         if not positions:
             raise InputError(
-                "the chat template does not close an assistant turn with an end token before the next "
-                "message: name the token "
-                "that ends a turn in the model's generation config (eos_token_id), or use another template"
+                "the chat template does not close an assistant turn with an end token before the next message: "
+                "name the token that ends a turn in the model's generation config (eos_token_id), or use "
+                "another template"
             )
         return text, min(positions)
 
@@ -157,8 +133,7 @@ class Continuation:
         whole = self.template.ids(text, pictures_in([*messages, *new_messages]))
         if np.array_equal(ids, whole):
             return
-        # A branch may leave out the sampled end token if the template ends the turn with another token. It keeps all
-        # other tokens.
+        # A branch may leave out the sampled end token, and no other, if the template ends the turn differently.
         shortest = len(own_ids) - (len(own_ids) > end and int(own_ids[-1]) in self._end_ids)
         for length in range(len(own_ids), shortest - 1, -1):
             sampled, inserted = own_ids[end:length], ids[length:]
@@ -184,16 +159,11 @@ class Continuation:
         )
 
     def _ends_whole(self, turn: Ids, inserted: Ids, whole: Ids) -> bool:
-        """Whether the whole conversation, from the token that closes the turn, ends with the sampled and the inserted
-        ids.
-        """
+        """Whether the whole conversation ends, from the closing token on, with the sampled and the inserted ids."""
         for sampled in range(len(turn) + 1):
             tail = joined([turn[len(turn) - sampled :], inserted])
-            if (
-                not len(tail)
-                or int(tail[0]) not in self._end_ids
-                or not np.array_equal(whole[-len(tail) :], tail)
-            ):
+            closes = len(tail) and int(tail[0]) in self._end_ids
+            if not closes or not np.array_equal(whole[-len(tail) :], tail):
                 continue
             before = turn[len(turn) - sampled - 1 : len(turn) - sampled]
             # An end token before the one that closes the turn would close it twice.
@@ -206,17 +176,15 @@ class Continuation:
 
 def closing_tokens(template: Template) -> set[int]:
     """The control tokens that the template writes after a made-up turn, before a message of the user or of a tool."""
-    messages: list[Message] = [
-        {"role": "user", "content": "asked"},
-        {"role": "assistant", "content": "said wombat"},
-    ]
+    said = "said wombat"
+    messages = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": said}]
     found = set()
     for role in ("user", "tool"):
         try:
             text = template.text([*messages, {"role": role, "content": "next"}])
         except InputError:
             continue
-        end = text.find("said wombat") + len("said wombat")
+        end = text.find(said) + len(said)
         after = template.control_pattern.search(text, end)
         if after is not None and not text[end : after.start()].strip():
             found |= {i for i, token in template.control.items() if token == after[0]}
@@ -224,19 +192,14 @@ def closing_tokens(template: Template) -> set[int]:
 
 
 def _overlap(turn: Ids, suffix: Ids) -> int:
-    """How many ids at the start of a suffix are already at the end of a turn, because the model has sampled them to
-    close it.
-    """
+    """How many ids at the start of a suffix the model has already sampled at the end of a turn, to close it."""
     turn_end = turn[len(turn) - min(len(turn), len(suffix)) :]
     lengths = (len(turn_end) - np.flatnonzero(turn_end == suffix[0])).tolist()
     return next((n for n in lengths if np.array_equal(turn_end[len(turn_end) - n :], suffix[:n])), 0)
 
 
 def _with_turn(messages: Sequence[Message], turn: Message) -> list[Message]:
-    """The conversation with a turn at its end.
-
-    If its last message is the assistant's, the turn is joined with this message.
-    """
+    """The conversation with a turn at its end, joined with the last message if that is the assistant's."""
     if not messages or messages[-1]["role"] != "assistant":
         return [*messages, turn]
     last = messages[-1]
@@ -247,12 +210,9 @@ def _with_other_end(message: Message) -> Message:
     """The message with another end: its last call gets other arguments, or its content gets more text."""
     if calls := message.get("tool_calls"):
         function = calls[-1]["function"]
-        text = isinstance(function["arguments"], str)
-        other = {
-            **calls[-1],
-            "function": {**function, "arguments": '{"other": "end"}' if text else {"other": "end"}},
-        }
-        return {**message, "tool_calls": [*calls[:-1], other]}
+        other = '{"other": "end"}' if isinstance(function["arguments"], str) else {"other": "end"}
+        last = {**calls[-1], "function": {**function, "arguments": other}}
+        return {**message, "tool_calls": [*calls[:-1], last]}
     return {**message, "content": (message.get("content") or "") + "other end"}
 
 
@@ -266,40 +226,23 @@ CALLS = (
 )
 USER_TURN = "answer, user"
 CASES = (USER_TURN, "thinking, user", *CALLS)
-_PIECES = (
-    "tell me",
-    " ",
-    "\n",
-    "é",
-    "日本",
-    "🙂",
-    "a  b",
-    ".\n\n",
-    "12 + 34",
-    "\t",
-    "<b>",
-    "{}",
-    "I'm",
-    "\u00a0x",
-)
+_WORDS = ("tell me", "é", "日本", "🙂", "a  b", "12 + 34", "<b>", "{}", "I'm", "\u00a0x")
+_PIECES = (*_WORDS, " ", "\n", ".\n\n", "\t")
 _DRAWS = 6
 
 
 def proven_cases(continuation: Continuation) -> dict[str, str]:
     """The outcome of each case that the template supports: "extends", "branches: reason" or "refused: reason"."""
-    return {
-        case: _outcome(continuation, case)
-        for case in CASES
-        if _applies(continuation.reader.conventions, case)
-    }
+    conventions = continuation.reader.conventions
+    return {case: _outcome(continuation, case) for case in CASES if _applies(conventions, case)}
 
 
 def _applies(conventions: Conventions, case: str) -> bool:
     if "thinking" in case and conventions.thinking_field is None:
         return False
-    return (
-        conventions.shows_calls if "call" in case else case != "answer, result" or not conventions.shows_calls
-    )
+    if "call" in case:
+        return conventions.shows_calls
+    return case != "answer, result" or not conventions.shows_calls
 
 
 def _outcome(continuation: Continuation, case: str) -> str:
@@ -316,60 +259,47 @@ def drawn(continuation: Continuation, case: str) -> Iterator[tuple[list[Message]
     """Random conversations of a case: the messages before a turn, the turn, and the messages that follow it."""
     conventions, draw = continuation.reader.conventions, random.Random(case)
     for _ in range(_DRAWS):
-        question, answer, thought, result = (
-            "".join(draw.choices(_PIECES, k=draw.randint(0, 6))) for _ in range(4)
-        )
-        calls = [
-            made_up_call(conventions, "look_up", {"city": f"P{n} é日本", "count": n}, n)
-            for n in range(1 + ("two" in case))
-        ]
+        texts = ("".join(draw.choices(_PIECES, k=draw.randint(0, 6))) for _ in range(4))
+        question, answer, thought, result = texts
+        arguments = [{"city": f"P{n} é日本", "count": n} for n in range(1 + ("two" in case))]
+        calls = [made_up_call(conventions, "look_up", given, n) for n, given in enumerate(arguments)]
         last: Message = {"role": "assistant", "content": f"w{answer}n"}
         if conventions.thinking_field is not None and ("thinking" in case or conventions.thinks_first):
             last[conventions.thinking_field] = f"n{thought}t"
         if "call" in case:
             last["content"] = last["content"] if "text" in case else ""
             last["tool_calls"] = [tool_call_field(conventions, call) for call in calls]
-        results = [continuation.reader.result(call, result) for call in calls]
-        yield (
-            [{"role": "user", "content": f"q{question}"}],
-            last,
-            results if "result" in case else [{"role": "user", "content": result}],
-        )
+        follow = [{"role": "user", "content": result}]
+        if "result" in case:
+            follow = [continuation.reader.result(call, result) for call in calls]
+        yield [{"role": "user", "content": f"q{question}"}], last, follow
 
 
 def _proven(
     continuation: Continuation, thinks: bool, asked: list[Message], last: Message, follow: Sequence[Message]
 ) -> str:
-    """The outcome of one conversation.
-
-    Raises:
-        InputError: the template refuses the conversation, or the ids are not those of the template.
-    """
+    """The outcome of one conversation; an `InputError` if the ids are not those of the template, or it refuses."""
     template = continuation.template
     before = template.text(asked)
     text, at = continuation.rendered(asked, last, follow)
-    # A template may hide the thinking of earlier turns. A model samples the turn as the template shows it while it is
-    # the last one.
+    # A template may hide the thinking of earlier turns. A model samples the turn as it is shown while it is the last.
     own, end = continuation.rendered(asked, last, ()) if thinks else (text, at)
     if not own.startswith(before):
         return f"{BRANCHES}: {EARLIER_DIFFERS}"
     context, whole, suffix = template.ids(before), template.ids(text), template.ids(text[at:])
     cut = len(whole) - len(suffix)
     if not np.array_equal(whole[cut:], suffix):
-        raise InputError(
-            "the tokenizer encodes the end of a conversation differently alone than within the conversation"
-        )
+        what = "the end of a conversation differently alone than within the conversation"
+        raise InputError(f"the tokenizer encodes {what}")
     # The tokenizer may join the end of the prompt with the start of the turn. Then only the texts can be compared.
     joins = not np.array_equal(whole[: len(context)], context) or own[:end] != text[:at]
     turn = template.ids(own[len(before) : end]) if joins else whole[len(context) : cut]
 
     def is_whole(sampled: Ids, step: Insert | Branch) -> bool:
         ids = step.ids if isinstance(step, Branch) else joined([context, sampled, step.ids])
-        return (
-            template.tokenizer.decode(ids) == template.tokenizer.decode(whole)
-            if joins
-            else np.array_equal(ids, whole)
-        )
+        if joins:
+            return template.tokenizer.decode(ids) == template.tokenizer.decode(whole)
+        return np.array_equal(ids, whole)
 
     steps = []
     for sampled in (turn, joined([turn, suffix[:1]])):
@@ -410,17 +340,15 @@ class Extension:
         end_ids: ids that end a turn (`tokens/chat.py`).
         chat_template_kwargs: further arguments of the template.
         tools: functions with type hints and docstring, or JSON schemas in OpenAI's form.
-        tool_format: the format of the tool calls (`tokens/tool_calls.py`). None: the format in which the template
-            renders them.
-        placeholder: the id of the template's text for a picture; None: no message shows pictures. A message contains
-            a picture as one part of its content (`tokens/chat.py`).
+        tool_format: the format of the tool calls (`tokens/tool_calls.py`). None: the one in which the template renders
+            them.
+        placeholder: the id of the template's text for a picture; None: no message shows pictures.
 
     Attributes:
         conventions: how the template renders an assistant turn.
         reads_calls: whether tool calls are read.
         continuation: makes the ids between an ended turn and the next one.
-        cases: what happens in each proven case (`tokens/extension.py`): "extends", "branches: reason" or
-            "refused: reason".
+        cases: what happens in each proven case: "extends", "branches: reason" or "refused: reason".
 
     Raises:
         InputError: conversations of this template cannot be extended. The message says why and what to do.
@@ -445,8 +373,7 @@ class Extension:
         if tools and not self.reads_calls:
             raise InputError(
                 "the chat template renders tool calls in no format that can be read here: name the format "
-                "with tool_format, or "
-                "give the model a template with a known one"
+                "with tool_format, or give the model a template with a known one"
             )
         self.cases = proven_cases(self.continuation)
         refused = {case: why for case, why in self.cases.items() if why.startswith(REFUSED)}
@@ -465,8 +392,7 @@ class Extension:
     def read(self, turn_ids: Ids, *, calls_are_text: bool = False) -> ParsedTurn:
         """A sampled turn (N,) as a message, with its tool calls. No sampled ids raise an error.
 
-        Args:
-            calls_are_text: whether tool calls stay in the content as text instead of being read.
+        With `calls_are_text`, tool calls stay in the content as text.
         """
         return self._reader.read(turn_ids, calls_are_text=calls_are_text)
 
@@ -479,20 +405,10 @@ class Extension:
         return {"role": self.conventions.error_role, "content": text}
 
     def why_no_pictures(self, picture: HasPictureIds) -> str | None:
-        """The reason why messages after a turn (tool results, user messages) cannot show pictures; None: they can.
-
-        Args:
-            picture: any picture that was processed for the model.
-        """
-        messages: list[Message] = [
-            {"role": "user", "content": "look"},
-            {"role": "assistant", "content": "now"},
-        ]
-        call = ToolCall("look", {}, "123456789")
-        for shown in (
-            self.result(call, [picture_part(picture)]),
-            {"role": "user", "content": [picture_part(picture)]},
-        ):
+        """Why messages after a turn (tool results, user messages) cannot show such a picture; None: they can."""
+        messages = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "now"}]
+        content, call = [picture_part(picture)], ToolCall("look", {}, "123456789")
+        for shown in (self.result(call, content), {"role": "user", "content": content}):
             try:
                 self.prompt([*messages, shown])
             except InputError as error:
@@ -524,9 +440,7 @@ class Extension:
         new_messages: Sequence[Message],
         ids: Ids,
     ) -> None:
-        """Check the ids before the next turn.
-
-        The template renders the conversation again, and its end must have the same ids.
+        """Check the ids before the next turn: the template's rendering of the conversation must end with the same ids.
 
         Args:
             messages, context_ids, turn_ids, new_messages: as in `next`.

@@ -1,24 +1,13 @@
-"""Tool calls in a sampled turn: the formats of the model families, their reader, and bounds of the JSON in them.
+"""Reads the tool calls of a sampled turn, in the formats in which model families write them.
 
-The formats in which model families write tool calls. One function per format reads the calls in a text.
-
-This text is made from the sampled ids, and the function is chosen by its name in `FORMATS`. A control token is one
-character of the text: a surrogate, which no decoded text contains. A `Mark` function gives the character of a control
-token.
-
-Reads the tool calls of a sampled turn from its ids.
-
-The chat template decides the format, or a user names it (`tokens/tool_calls.py`). `marked` turns ids
-into a text in which each control token is one character that no text contains. Therefore a marker that is a single
-token is found by its id, and text that looks like the marker stays text. A marker that a tokenizer writes with several
-tokens is found as text.
+The chat template decides the format, or a user names it. `marked` turns ids into a text in which each control token is
+one character that no decoded text contains: a surrogate. Therefore a marker that is a single token is found by its id,
+and text that looks like the marker stays text. A marker that a tokenizer writes with several tokens is found as text.
+One function per format of `FORMATS` reads the calls in this text.
 
 A malformed call raises no error. It becomes an error text for the model, and its own text stays in the content of the
-turn.
-
-Bounds of JSON that others have written: a client of the gateway, or the model in a tool call.
-
-Python's own reader takes values that fail later, in a chat template, in a file or in an answer.
+turn. JSON that others have written, a client or a model, is bounded: Python's own reader takes values that fail later,
+in a chat template, in a file or in an answer.
 """
 
 from __future__ import annotations
@@ -42,11 +31,7 @@ _DEEPEST = 100
 
 
 def read_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is no JSON, or `check_json` refuses it.
-    """
+    """The value of a JSON text; a `ValueError` if it is no JSON, or `check_json` refuses it."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -56,11 +41,7 @@ def read_json(text: str | bytes) -> Any:
 
 
 def check_json(value: Any) -> None:
-    """Check a value that JSON was read to.
-
-    Raises:
-        ValueError: it is nested too deeply, or has a number that JSON cannot represent.
-    """
+    """Refuse (`ValueError`) a value that is nested too deeply, or has a number that JSON cannot represent."""
     level = [value]
     for _ in range(_DEEPEST):
         inside: list[Any] = []
@@ -79,14 +60,14 @@ def check_json(value: Any) -> None:
 
 
 def is_whole(text: str) -> bool:
-    """Whether a text has no half of a character: a surrogate without its pair, which no file and no tokenizer takes."""
-    return text.isascii() or not _HALF.search(text)
+    """Whether a text has no half of a character: a surrogate without its pair, which no tokenizer takes."""
+    return text.isascii() or not _SURROGATE.search(text)
 
 
 def whole_characters(value: Any) -> Any:
-    """A value that JSON was read to, with U+FFFD in place of each half of a character. It is not nested too deeply."""
+    """A value of JSON, not nested too deeply, with U+FFFD in place of each half of a character."""
     if isinstance(value, str):
-        return value if is_whole(value) else _HALF.sub("\ufffd", value)
+        return value if is_whole(value) else _SURROGATE.sub("\ufffd", value)
     if isinstance(value, dict):
         return {whole_characters(key): whole_characters(inside) for key, inside in value.items()}
     if isinstance(value, list):
@@ -94,10 +75,8 @@ def whole_characters(value: Any) -> Any:
     return value
 
 
-_HALF = re.compile("[\ud800-\udfff]")
 _TOO_DEEP = f"it has more than {_DEEPEST} brackets inside each other"
-
-SURROGATE = re.compile("[\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SPACE = re.compile(r"\s*")
 
 
@@ -156,11 +135,8 @@ def _call(value: Any, arguments_key: str = "arguments") -> ToolCall:
     """The call that a JSON object with a name and arguments describes."""
     if not isinstance(value, dict):
         raise BadCall("is not a JSON object")
-    name, arguments, call_id = (
-        value.get("name"),
-        value.get(arguments_key, value.get("arguments", {})),
-        value.get("id"),
-    )
+    name, call_id = value.get("name"), value.get("id")
+    arguments = value.get(arguments_key, value.get("arguments", {}))
     if not isinstance(name, str) or not name:
         raise BadCall('has no "name"')
     return _checked(name, arguments, call_id if isinstance(call_id, str) else None)
@@ -174,9 +150,13 @@ def _checked(name: str, arguments: Any, call_id: str | None = None) -> ToolCall:
     except ValueError as error:
         raise BadCall(f"has arguments that cannot be used: {error}") from error
     said = json.dumps([name, arguments, call_id], ensure_ascii=False)
-    if SURROGATE.search(said):
+    if _SURROGATE.search(said):
         raise BadCall("contains a control token, or half of a character")
     return ToolCall(name, arguments, call_id)
+
+
+def _goes_on(text: str, at: int) -> BadCall:
+    return BadCall(f"does not end after its arguments, but continues with {text[at : at + 20]!r}")
 
 
 def _between(
@@ -190,9 +170,7 @@ def _between(
         try:
             calls, end = read(text, inside)
             if not text.startswith(closing, end):
-                raise BadCall(
-                    f"does not end after its arguments, but continues with {text[end : end + 20]!r}"
-                )
+                raise _goes_on(text, end)
             at = end + len(closing)
             found.calls += calls
         except BadCall as error:
@@ -227,9 +205,7 @@ def _llama3_json(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
             found.calls.append(_call(value, "parameters"))
             if at < len(text):
                 if text[at] not in ";{":
-                    raise BadCall(
-                        f"does not end after its arguments, but continues with {text[at : at + 20]!r}"
-                    )
+                    raise _goes_on(text, at)
                 at += text[at] == ";"
     except BadCall as error:
         return FoundCalls([text], [], [str(error)])
@@ -237,10 +213,7 @@ def _llama3_json(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
 
 
 def _harmony(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
-    """`to=functions.name<|channel|>commentary json<|message|>{...}<|call|>`.
-
-    The channel is before or after the name.
-    """
+    """`to=functions.name<|channel|>commentary json<|message|>{...}<|call|>`, the channel before or after the name."""
     channel, message, call = re.escape(mark("<|channel|>")), re.escape(mark("<|message|>")), mark("<|call|>")
     kind = rf"(?:{re.escape(mark('<|constrain|>'))})?\s*(?:json)?\s*"
     commentary = rf"\s*(?:{channel}commentary)?\s*"
@@ -250,7 +223,7 @@ def _harmony(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
     try:
         value, end = _json_at(text, head.end())
         if text[end:] not in ("", call):
-            raise BadCall(f"does not end after its arguments, but continues with {text[end : end + 20]!r}")
+            raise _goes_on(text, end)
         return FoundCalls([], [_checked(head[1], value)])
     except BadCall as error:
         return FoundCalls([text], [], [str(error)])
@@ -306,12 +279,7 @@ def _python_calls(text: str) -> list[ToolCall]:
 def _python_call(call: ast.expr) -> ToolCall:
     if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
         raise BadCall("is not a call with named arguments such as [name(key=value)]")
-    values = {
-        str(k.arg): _NAMES[k.value.id]
-        if isinstance(k.value, ast.Name) and k.value.id in _NAMES
-        else ast.literal_eval(k.value)
-        for k in call.keywords
-    }
+    values = {str(k.arg): _python_value(k.value) for k in call.keywords}
     try:
         values = json.loads(json.dumps(values, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -319,12 +287,19 @@ def _python_call(call: ast.expr) -> ToolCall:
     return _checked(ast.unparse(call.func), values)
 
 
+def _python_value(value: ast.expr) -> Any:
+    if isinstance(value, ast.Name) and value.id in _NAMES:
+        return _NAMES[value.id]
+    return ast.literal_eval(value)
+
+
 def _typed(value: str, schema: Mapping[str, Any]) -> Any:
     """A value that a format writes without its type. The tool's schema says whether it is text."""
     if schema.get("type") == "string":
         return value
     try:
-        return _json_at(value, 0)[0] if _json_at(value, 0)[1] == len(value) else value
+        found, end = _json_at(value, 0)
+        return found if end == len(value) else value
     except BadCall:
         return value
 
@@ -380,9 +355,8 @@ def _glm(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
 
 _BARE_KEY = re.compile(r"[\w.-]+")
 # A literal or a number, or a bare word. `2024-01-05` and `nullable` are words.
-_BARE_VALUE = re.compile(
-    r"(true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?)(?![\w.+-])|([\w.+-]+)"
-)
+_NUMBER = r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?"
+_BARE_VALUE = re.compile(rf"(true|false|null|{_NUMBER})(?![\w.+-])|([\w.+-]+)")
 
 
 def _gemma(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
@@ -436,28 +410,19 @@ def _gemma(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
 
 def _deepseek(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
     """`<｜tool▁calls▁begin｜>`, then each call with its name and a JSON block, then `<｜tool▁calls▁end｜>`."""
-    begin, end = mark("<｜tool▁call▁begin｜>"), mark("<｜tool▁call▁end｜>")
-    head = re.compile(
-        rf"\s*{re.escape(begin)}(?P<id>)\w*{re.escape(mark('<｜tool▁sep｜>'))}(?P<name>[\w.-]+)\s*```json\s*"
-    )
+    begin, end = re.escape(mark("<｜tool▁call▁begin｜>")), mark("<｜tool▁call▁end｜>")
+    separator = re.escape(mark("<｜tool▁sep｜>"))
+    head = re.compile(rf"\s*{begin}(?P<id>)\w*{separator}(?P<name>[\w.-]+)\s*```json\s*")
     return _section(text, mark("<｜tool▁calls▁begin｜>"), mark("<｜tool▁calls▁end｜>"), head, "```" + end)
 
 
 def _kimi(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
-    """`<|tool_calls_section_begin|>`, then each call with its id `functions.name:0` and JSON, then
-    `<|tool_calls_section_end|>`.
-    """
+    """A section of calls, each with its id `functions.name:0`, and JSON."""
     name = r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*"
-    head = re.compile(
-        rf"\s*{re.escape(mark('<|tool_call_begin|>'))}{name}{re.escape(mark('<|tool_call_argument_begin|>'))}"
-    )
-    return _section(
-        text,
-        mark("<|tool_calls_section_begin|>"),
-        mark("<|tool_calls_section_end|>"),
-        head,
-        mark("<|tool_call_end|>"),
-    )
+    begin, between = (re.escape(mark(f"<|tool_call_{part}begin|>")) for part in ("", "argument_"))
+    head = re.compile(rf"\s*{begin}{name}{between}")
+    opening, closing = mark("<|tool_calls_section_begin|>"), mark("<|tool_calls_section_end|>")
+    return _section(text, opening, closing, head, mark("<|tool_call_end|>"))
 
 
 def _section(text: str, opening: str, closing: str, head: re.Pattern[str], tail: str) -> FoundCalls:
@@ -468,7 +433,7 @@ def _section(text: str, opening: str, closing: str, head: re.Pattern[str], tail:
         while found := head.match(text, at):
             value, at = _json_at(text, found.end())
             if not text.startswith(tail, at):
-                raise BadCall(f"does not end after its arguments, but continues with {text[at : at + 20]!r}")
+                raise _goes_on(text, at)
             calls.append(_checked(found["name"], value, found["id"] or None))
             at = _skip_space(text, at + len(tail))
         if not calls:
@@ -512,7 +477,6 @@ class Marked:
     """The text of a turn in which each control token is one character that no text contains.
 
     Attributes:
-        text: the marked text.
         tokens: the text of each control token of the turn, by its character.
         control: finds text that looks like a control token.
     """
@@ -528,7 +492,7 @@ class Marked:
 
     def plain(self, text: str) -> str:
         """A part of the marked text as plain text: the characters become the text of their control tokens again."""
-        return SURROGATE.sub(lambda found: self.tokens[found[0]], text)
+        return _SURROGATE.sub(lambda found: self.tokens[found[0]], text)
 
 
 def marked(template: Template, ids: Ids) -> Marked:
@@ -558,10 +522,7 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Ids) -> str:
 def read_calls(turn: Marked, text: str, form: str, schemas: Schemas) -> FoundCalls:
     """The calls in a part of a turn's marked text.
 
-    Args:
-        form: a key of `FORMATS`.
-        schemas: JSON schema of the arguments, by tool name. Formats that write values without their type need the
-            schema.
+    `schemas` has the JSON schema of the arguments by tool name, for formats that write values without their type.
     """
     return FORMATS[form](text, turn.mark, schemas)
 
@@ -573,10 +534,7 @@ def schemas_of(tools: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def text_before_calls(text: str, form: str | None) -> str:
-    """The beginning of an unfinished turn's text that is surely outside every call.
-
-    `form` is a key of `FORMATS`, or None.
-    """
+    """The beginning of an unfinished turn's text that is surely outside every call. `form` is a key of `FORMATS`."""
     if form not in _OPENINGS or text[:1].isspace():
         # If a call follows, the white space around the text is removed. So this text is not yet sure.
         return ""

@@ -1,7 +1,7 @@
 """Reads a sampled turn as a message in the form that the chat template takes.
 
-A `TurnReader` is made at start. The reader renders made-up conversations to learn the template's conventions: which
-field of a message has the thinking, which text is around it, and which format the tool calls have.
+A `TurnReader` renders made-up conversations at start to learn the template's conventions: which field of a message has
+the thinking, which text is around it, and which format the tool calls have.
 """
 
 from __future__ import annotations
@@ -90,10 +90,6 @@ class TurnReader:
         schemas: JSON schema of the arguments by tool name.
         tool_format: a name of `FORMATS`. None: the format in which the template renders calls.
 
-    Attributes:
-        conventions: how the template renders an assistant turn.
-        reads_calls: whether tool calls are read.
-
     Raises:
         InputError: the template does not render the text of a user or of the assistant, or there is no such format.
     """
@@ -119,20 +115,14 @@ class TurnReader:
         errors = [f"The tool call {error}." for error in found.errors]
         limit = self.conventions.max_calls
         if limit is not None and len(found.calls) > limit:
-            errors.append(
-                f"Only the first tool call of a turn is used; {len(found.calls) - limit} more was ignored."
-            )
+            more = len(found.calls) - limit
+            errors.append(f"Only the first tool call of a turn is used; {more} more was ignored.")
         calls = tuple(found.calls[:limit])
         content = found.content.strip() if calls else found.content
         calls = tuple(replace(c, id=c.id or _own_id(turn_ids, n)) for n, c in enumerate(calls))
-        return ParsedTurn(
-            content,
-            found.reasoning,
-            calls,
-            tuple(errors),
-            self._message(content, found.reasoning, calls, text),
-            ("".join(found.outside.split()), tuple((c.name, _json(c.arguments)) for c in found.calls)),
-        )
+        message = self._message(content, found.reasoning, calls, text)
+        shown = "".join(found.outside.split()), tuple((c.name, _json(c.arguments)) for c in found.calls)
+        return ParsedTurn(content, found.reasoning, calls, tuple(errors), message, shown)
 
     def result(self, call: ToolCall, content: Content) -> Message:
         """The message that gives the model the result of a call."""
@@ -169,9 +159,9 @@ def _read(template: Template, conventions: Conventions, ids: Ids, schemas: Schem
     text = turn.text
     (before, after), content_mark = map(turn.mark, conventions.thinking), turn.mark(conventions.content_mark)
     start = len(text) - len(text.lstrip())
-    begins = (
-        start + len(before) if text.startswith(before, start) else 0 if conventions.thinks_first else None
-    )
+    begins = 0 if conventions.thinks_first else None
+    if text.startswith(before, start):
+        begins = start + len(before)
     reasoning, rest = None, 0
     if begins is not None:
         end = text.find(after, begins)
@@ -181,11 +171,8 @@ def _read(template: Template, conventions: Conventions, ids: Ids, schemas: Schem
     if content_mark and answer.lstrip().startswith(content_mark):
         answer = answer.lstrip()[len(content_mark) :]
     head = text[: len(text) - len(answer)]
-    found = (
-        read_calls(turn, answer, conventions.tool_format, schemas)
-        if conventions.tool_format
-        else FoundCalls([answer])
-    )
+    form = conventions.tool_format
+    found = read_calls(turn, answer, form, schemas) if form else FoundCalls([answer])
     outside = turn.plain("".join(found.outside))
     content = outside
     if conventions.thinking_field is None:
@@ -230,8 +217,7 @@ def _conventions(template: Template, ends: frozenset[int], named: str | None) ->
     if _ASKED not in before or _SAID not in plain:
         raise InputError(
             "the chat template does not show the text of a message: it may need messages of another form "
-            "(lists of parts). "
-            "Use a template that takes text as content"
+            "(lists of parts). Use a template that takes text as content"
         )
     mark = plain[len(before) : plain.index(_SAID)].strip() if plain.startswith(before) else ""
     # The text before the content is a mark only if it is a control token and not (empty) thinking.
@@ -279,9 +265,8 @@ def _thinking(
         common = shared_start(before, text)
         start = before[:common].rstrip()
         opening = text[common : text.index(_THOUGHT)].strip()
-        closing = (
-            text[text.index(_THOUGHT) + len(_THOUGHT) : text.index(_SAID)].strip().removesuffix(content_mark)
-        )
+        after = text.index(_THOUGHT) + len(_THOUGHT)
+        closing = text[after : text.index(_SAID)].strip().removesuffix(content_mark)
         if not opening:
             opening = _THINK if start.endswith(_THINK) else opening
         return name, (opening or _THINK, closing or _THINK_END)
@@ -292,12 +277,11 @@ def _with_calls(
     template: Template, ends: frozenset[int], conventions: Conventions, asked: list[Message]
 ) -> Conventions:
     words = [_NAME, *_ARGUMENTS.values()]
+    result = {"role": "tool", "name": _NAME, "content": _RESULT}
     for as_text, call_id in product((False, True), _CALL_IDS):
         trial = replace(conventions, arguments_as_text=as_text, call_id=call_id)
         calls = [tool_call_field(trial, made_up_call(trial, _NAME, _ARGUMENTS, n)) for n in range(2)]
-        results = [
-            {"role": "tool", "name": _NAME, "content": _RESULT, "tool_call_id": call["id"]} for call in calls
-        ]
+        results = [{**result, "tool_call_id": call["id"]} for call in calls]
         called = {"role": "assistant", "content": "", "tool_calls": calls[:1]}
         shown = _shown(template, [*asked, called, results[0]], *map(str, words), _RESULT)
         if shown is None:
@@ -308,12 +292,7 @@ def _with_calls(
         if trial.tool_format is None:
             trial = replace(trial, tool_format=_format(template, ends, trial, asked, called))
         return trial
-    if _shown(
-        template,
-        [*asked, _assistant_message(), {"role": "tool", "name": _NAME, "content": _RESULT}],
-        _SAID,
-        _RESULT,
-    ):
+    if _shown(template, [*asked, _assistant_message(), result], _SAID, _RESULT):
         return replace(conventions, result_role="tool")
     return conventions
 
@@ -326,18 +305,10 @@ def _format(
     before = template.text(asked)
     shared = shared_start(before, text)
     # The difference may begin in the middle of a control token.
-    start = max(
-        (
-            found.start()
-            for found in template.control_pattern.finditer(text)
-            if found.start() < shared < found.end()
-        ),
-        default=shared,
-    )
-    ids, conventions = (
-        _without_end(template.ids(text[start:]), ends),
-        replace(conventions, thinks_first=False),
-    )
+    spans = [found.span() for found in template.control_pattern.finditer(text)]
+    start = max((first for first, last in spans if first < shared < last), default=shared)
+    ids = _without_end(template.ids(text[start:]), ends)
+    conventions = replace(conventions, thinks_first=False)
     schemas = {_NAME: {"properties": {"city": {"type": "string"}, "count": {"type": "integer"}}}}
     for name in FORMATS:
         _, parts = _read(template, replace(conventions, tool_format=name), ids, schemas)

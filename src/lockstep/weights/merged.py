@@ -120,10 +120,9 @@ def _under_checkpoint_names(inner: torch.nn.Module, parameters: list[_BaseParame
 
 
 def _walk(module: torch.nn.Module, original: torch.nn.Module, prefix: str) -> Iterator[_BaseParameter]:
-    """Yield every parameter in the base model's order, once for each of its names.
+    """Every parameter in the base model's order, once for each of its names.
 
-    Args:
-        original: the base model's module in this place. It differs from `module` only inside `modules_to_save`.
+    `original` is the base model's module in this place. It differs from `module` only inside `modules_to_save`.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -151,9 +150,8 @@ def _saved_module(wrapper: Any, prefix: str) -> torch.nn.Module:
 
     if not isinstance(wrapper, ModulesToSaveWrapper):
         raise InputError(
-            f"{prefix.rstrip('.')} is a {type(wrapper).__name__}, which is not supported: beside LoRA layers, "
-            f"only whole modules "
-            "(modules_to_save) can be trained and sent to an engine"
+            f"{prefix.rstrip('.')} is a {type(wrapper).__name__}, which is not supported: beside LoRA "
+            "layers, only whole modules (modules_to_save) can be trained and sent to an engine"
         )
     active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
     if wrapper.disable_adapters or not active:
@@ -162,11 +160,7 @@ def _saved_module(wrapper: Any, prefix: str) -> torch.nn.Module:
 
 
 def _checked_layer(layer: Any, prefix: str) -> Any:
-    """The LoRA layer, or None if no adapter is active in it.
-
-    Raises:
-        InputError: the layer's weight cannot be merged here.
-    """
+    """The LoRA layer, or None if no adapter is active in it. A layer that cannot be merged here is refused."""
     from peft.tuners import lora
 
     layer_name = prefix.rstrip(".")
@@ -177,10 +171,8 @@ def _checked_layer(layer: Any, prefix: str) -> Any:
     ):
         raise InputError(
             f"{layer_name} is a {type(layer).__module__}.{type(layer).__name__} around a "
-            f"{type(layer.get_base_layer()).__name__}, "
-            "which is not supported: for an engine, only LoRA on linear layers (in full precision, or in 4 "
-            "bits by bitsandbytes) "
-            "and on embeddings can be merged"
+            f"{type(layer.get_base_layer()).__name__}, which is not supported: for an engine, only LoRA on "
+            "linear layers (in full precision, or in 4 bits by bitsandbytes) and on embeddings can be merged"
         )
     if layer.merged:
         raise InputError(
@@ -223,9 +215,7 @@ def _refuse_int8(parameter: torch.Tensor, name: str) -> None:
 
 
 def _check_kinds(model: torch.nn.Module) -> None:
-    """Check the kind of each adapter by its configuration, because prompt and prefix adapters add no layers to
-    check.
-    """
+    """Check the kind of each adapter by its configuration: prompt and prefix adapters add no layers to check."""
     for name, config in getattr(model, "peft_config", {}).items():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind != "LORA":
@@ -309,10 +299,7 @@ def _factor_parameters(layer: Any, adapter: str) -> tuple[torch.Tensor, torch.Te
 
 
 def _merged_weight(layer: Any, adapter: str, base: torch.Tensor, shards: ShardedModel | None) -> torch.Tensor:
-    """base + scaling × delta, in new memory.
-
-    With DoRA (arXiv 2402.09353) each output is scaled to its trained magnitude.
-    """
+    """base + scaling × delta, in new memory. DoRA (arXiv 2402.09353) scales each output to its trained magnitude."""
     left, right = (factor.to(_wider_dtype(base)) for factor in _factors(layer, adapter, shards))
     total = torch.addmm(base.to(_wider_dtype(base)), left, right, alpha=layer.scaling[adapter])
     if adapter in layer.lora_variant:
@@ -353,8 +340,7 @@ def _merge_error(
     shards = sharded(model)
     bias = source.tensor(f"{layer_name}.bias") if f"{layer_name}.bias" in source.names else None
     with torch.no_grad(), without_dropout(layer), torch.autocast(merged.device.type, enabled=False):
-        # The layer runs alone here. Its sharded weights must be gathered, because no forward of the whole model
-        # gathers them.
+        # The layer runs alone: no forward of the whole model gathers its sharded weights.
         with nullcontext() if shards is None else shards.whole_around(layer):
             layer_output = layer(inputs)
         merged_output = _merged_output(base, merged, bias, inputs)
@@ -363,9 +349,7 @@ def _merge_error(
 
 
 def _inputs(base: torch.nn.Module, merged: torch.Tensor, seed: int) -> torch.Tensor:
-    """Inputs of a layer: ids for an embedding, one random vector for a linear layer; on the layer's device and in its
-    dtype.
-    """
+    """Inputs of a layer, on its device: ids for an embedding, one random vector in its dtype for a linear layer."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(base, torch.nn.Embedding):
         return torch.randint(len(merged), (_EMBEDDING_ROWS,), generator=generator).to(merged.device)

@@ -68,12 +68,7 @@ _TENSORS_COMPARED = 4
 
 
 def weights_of(model: torch.nn.Module) -> PlainSource:
-    """The weights that the engine of this model should hold: plain, or merged if the model has an adapter.
-
-    Raises:
-        InputError: the model's adapter is of a kind that cannot be merged, or the model is quantised and has no
-            adapter.
-    """
+    """The weights that the engine of this model should hold: plain, or merged if the model has an adapter."""
     if is_adapted(model):
         return AdaptedSource(model)
     if any(is_quantised(p) for p in model.parameters()):
@@ -131,10 +126,7 @@ class SleepingEngine(WeightReceiver, Protocol):
 
 
 def let_sleep(engine: SleepingEngine) -> None:
-    """Let an engine give its memory back until the next push.
-
-    If it discards its weights, the next push sends everything.
-    """
+    """Let an engine give its memory back until the next push, which sends everything if the weights were discarded."""
     if engine.sleep():
         forget_push(engine)
 
@@ -200,11 +192,7 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
 
 
 def _load_update(update: Update, engine: WeightReceiver, version: int) -> Manifest:
-    """Load an update into the engine, and check the engine's acknowledgement. Returns the manifest of the version.
-
-    Raises:
-        ProofError: the engine does not hold what the manifest says.
-    """
+    """Load an update into the engine, and check the engine's acknowledgement. Returns the manifest of the version."""
     engine.begin_update()
     loaded = engine.load(update, update.base)
     for each in (loaded, *loaded.others):
@@ -221,13 +209,7 @@ def _load_update(update: Update, engine: WeightReceiver, version: int) -> Manife
 
 
 def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
-    """Compare an engine's acknowledgement with the manifest of the version.
-
-    Raises:
-        ProofError: a tensor is missing or unexpected, has another shape, dtype or content, or an engine parameter
-            received nothing. The message names the server if there are several.
-        InputError: the engine's model has no place for a tensor.
-    """
+    """Compare an engine's acknowledgement with the manifest of the version."""
     for other in loaded.others:
         check_loaded(manifest, other)
     where = _server_name(loaded)
@@ -289,19 +271,14 @@ def _described(tensor: TensorSpec | None) -> str:
 
 
 def check_same_parameters(pushed: torch.nn.Module, trained: torch.nn.Module, version: int) -> None:
-    """Check that every parameter of the trained model is also a parameter of the pushed model: the same object.
-
-    Raises:
-        ProofError: `live`: a parameter of the trained model is not in the pushed model.
-    """
+    """Check that every parameter of the trained model is also a parameter of the pushed model: the same object."""
     pushed_ids = {id(p) for p in pushed.parameters()}
     unknown = [name for name, p in trained.named_parameters() if id(p) not in pushed_ids]
     if unknown:
         raise ProofError(
             "live",
             f"at version {version} {len(unknown)} parameters of the trained model are not those of the model "
-            f"that is pushed; the "
-            f"first is {unknown[0]}",
+            f"that is pushed; the first is {unknown[0]}",
             "the trainer's model was replaced by a copy after the trainer was made, for example by a callback",
             "change the model in place, or make a new trainer for the other model",
         )
@@ -316,19 +293,14 @@ def check_live(
 ) -> None:
     """Compare the tensors of a push with the live model.
 
-    Weights without an adapter are compared by the digest of their bytes. If the push sent the model's own memory, all
-    of them are compared; their digests are not computed a second time (`one_push`). Otherwise the version is the seed
-    that draws a few of them. A few layers with an adapter are drawn too. Their forward must give the same outputs as
-    the sent weights.
+    Weights without an adapter are compared by the digest of their bytes: all of them if the push sent the model's own
+    memory (their digests are not computed a second time, `one_push`), otherwise a few that the version draws. The
+    forward of a few drawn layers with an adapter must give the same outputs as the sent weights.
 
     Args:
         source: what the push has read.
         sent: the push's description of every tensor that it sent.
         dtype: dtype to which wider tensors were cast.
-
-    Raises:
-        ProofError: `live`: the model now has other weights than were sent. `merge`: a merged weight gives other
-            outputs than the layer with its adapter.
     """
     # The live model says of which kind its source must be.
     kind: type[PlainSource] = AdaptedSource if is_adapted(model) else PlainSource
@@ -375,9 +347,8 @@ def _check_digests(
     if differing:
         raise ProofError(
             "live",
-            f"{len(differing)} of {len(sent)} compared tensors of version {version} are not those of the live "
-            f"model; the first is "
-            f"{differing[0]}",
+            f"{len(differing)} of {len(sent)} compared tensors of version {version} are not those of the "
+            f"live model; the first is {differing[0]}",
             "the source of the push holds a copy of older weights, or the model was changed during the push",
             "this is a defect of the weight source: report it; do not change the model during a push",
         )

@@ -55,13 +55,11 @@ class Manifest:
 
 
 class PlainSource:
-    """Weights of a model, under the names of its checkpoint (`models/parameters.py`).
+    """Weights of a model, under the names of its checkpoint. Tied parameters occur once, under their first name.
 
-    Tied parameters occur once, under their first name.
-
-    A source can be read several times, and equal weights give equal bytes. Every push makes a new source. If the
-    model is sharded, each tensor is gathered from all ranks when it is read. Then the rank that holds the engine
-    reads the source, inside a call of `Ranks`.
+    A source can be read several times, and equal weights give equal bytes. If the model is sharded, each tensor is
+    gathered from all ranks when it is read. Then the rank that holds the engine reads the source, inside a call of
+    `Ranks`.
     """
 
     # Whether the tensors are the model's own memory. If not, they are new tensors that are made to be read once.
@@ -98,10 +96,7 @@ class PlainSource:
 
     @staticmethod
     def unmerged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The tensors of a model that are sent as they are, by name.
-
-        They are the model's own, and not those of a source.
-        """
+        """The model's own tensors that are sent as they are, by name."""
         return {p.name: p.tensor for p in checkpoint_tensors(model)}
 
     @staticmethod
@@ -110,21 +105,13 @@ class PlainSource:
     ) -> tuple[float, float] | None:
         """How far the outputs of a merged weight are from those of the model's own layer, and how far they may be.
 
-        Args:
-            source: what the push has read.
-            merged: the weight that was sent under `name`.
-            version: seed of the layer's inputs.
-
-        Returns:
-            None: the weight is not merged, or its layer cannot be asked alone.
+        `merged` was sent under `name`; `version` is the seed of the inputs. None: the weight is not merged, or its
+        layer cannot be asked alone.
         """
         return None
 
     def owning_module(self, name: str) -> torch.nn.Module:
-        """The module that owns a tensor, without PEFT's wrapper.
-
-        A module with several experts owns the tensors of all of them.
-        """
+        """The module that owns a tensor, without PEFT's wrapper. It may own the tensors of several experts."""
         return self._model.get_submodule(self._own_names[name].rpartition(".")[0])
 
     def meta_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -183,15 +170,12 @@ class LastPush:
 
 
 class Update:
-    """The tensors of one push.
+    """The tensors of one push, to be read once. Iterating gives the names and tensors that an engine must load.
 
-    It may be read once. The digest of each tensor is computed while the receiver uses the tensor.
-
-    Iterating gives the names and tensors that an engine must load.
+    The digest of each tensor is computed while the receiver uses the tensor.
 
     Args:
-        dtype: dtype to which wider floating-point tensors are cast, one by one, when they are read; None: nothing is
-            cast.
+        dtype: dtype to which wider floating-point tensors are cast, one by one, when they are read; None: none is cast.
         sent: the record of the last push to the engine. It stays empty until this push is proven.
 
     Attributes:
@@ -225,10 +209,7 @@ class Update:
 
     @property
     def is_model_memory(self) -> bool:
-        """Whether the tensors are the model's own memory.
-
-        They are not if the source makes new tensors, or if they are cast.
-        """
+        """Whether the tensors are the model's own memory: the source makes no new ones, and none is cast."""
         return self._source.is_model_memory and self._dtype is None
 
     @property
@@ -259,12 +240,10 @@ class Update:
                 yield name, piece
 
     def pieces(self, *, deltas: bool = False, to_host: bool = False) -> Iterator[Piece]:
-        """What is sent of every tensor of the version: the whole tensor, or its changed elements (`NO_CHANGES` if
-        there are none).
+        """What is sent of every tensor: the whole tensor, or its changed elements (`NO_CHANGES` if there are none).
 
         Args:
-            deltas: whether the receiver keeps a copy of what it is sent, so that the changed elements of a tensor are
-                enough.
+            deltas: whether the receiver keeps what it is sent, so that the changed elements of a tensor are enough.
             to_host: whether the tensors go through main memory. They are then copied there.
         """
         self._to_host = deltas or to_host

@@ -260,7 +260,7 @@ def in_8_bits() -> dict[str, Any]:
 
 def adapters_alone() -> dict[str, Any]:
     """An adapter that is sent alone, with sleep level 1: the weights go to main memory between two pushes."""
-    from lockstep.engines.vllm.adapters import adapter_arguments
+    from lockstep.extras.lora_alone.adapter_arguments import adapter_arguments
 
     arguments = adapter_arguments(8, ["q_proj", "up_proj"])
     with engine(model_folder(), torch.bfloat16, sleep_level=1, engine_kwargs=arguments) as started:

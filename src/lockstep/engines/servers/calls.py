@@ -1,18 +1,12 @@
 """HTTP calls to one vLLM server, and the greeting by which both sides prove that they have the key.
 
-HTTP calls to one vLLM server. Each call proves that the trainer has the key, and has a time limit. No call is repeated.
-
-After a failed call the state of the server is unknown. The caller must then recover the server and push the weights
-again.
-
-The greeting: trainer and server prove to each other that both have the key. Neither of them sends the key itself.
+Each call has a time limit, and none is repeated: after a failed call the state of the server is unknown.
 
 The trainer sends a nonce to the path `GREETING`. The server answers with its own nonce and a proof, the HMAC-SHA256 of
-both nonces under the key. Another program that listens on the server's port cannot compute the proof, so that the
-trainer makes no call to it. Every later call contains a proof of the trainer, and every answer contains a proof of the
-server. The trainer's proof covers the whole call and its number, and the server takes each number once. Who reads a
-call can therefore neither send it again nor make another one of it. One end is in the trainer, and the other is the
-guard in the server.
+both nonces under the key; the key itself is never sent. Another program that listens on the server's port cannot
+compute the proof, so that the trainer makes no call to it. Every later call contains a proof of the trainer, and every
+answer one of the server. The trainer's proof covers the whole call and its number, and the server takes each number
+once. Who reads a call can therefore neither send it again nor make another one of it.
 """
 
 from __future__ import annotations
@@ -70,9 +64,7 @@ def server_proof(key: str, trainer_nonce: str, server_nonce: str) -> str:
 
 
 class Session:
-    """The session of one greeting: it makes and checks the proofs of all later calls.
-
-    Both ends compute it from the key and nonces.
+    """The session of one greeting: both ends compute it from the key and the nonces, and prove all later calls with it.
 
     Args:
         trainer_nonce: chosen by the trainer for this greeting.
@@ -95,9 +87,7 @@ class Session:
     def is_trainer(
         self, call: str, method: str, path: str, query: Iterable[tuple[str, str]], mark: str, proof: str
     ) -> bool:
-        """Whether the proof in a call's header comes from a trainer with the key, for this call with the body of this
-        mark.
-        """
+        """Whether a call's proof comes from a trainer with the key, for this call and the body of this mark."""
         wanted = self._trainer_proof(call, method, path, query, mark)
         return hmac.compare_digest(wanted.encode(), proof.encode())
 
@@ -138,9 +128,7 @@ class ServerCalls:
     """The calls to one server.
 
     Args:
-        url: base URL of the server.
-        key: the server's key. Every call except `/health` proves that the trainer has it
-            (`engines/servers/calls.py`). None: the server has no guard.
+        key: the server's key. Every call except `/health` proves that the trainer has it. None: there is no guard.
         timeout: seconds that one call may take, from first to last byte.
         loop: the thread that runs the calls.
         recover: the `recover` of every `EngineLost` that is raised here.
@@ -179,8 +167,7 @@ class ServerCalls:
         self.session: Session | None = None
         self.client = httpx.AsyncClient(
             base_url=self.url,
-            # Each call has a new connection. The server might close a kept connection at the moment of a call, and
-            # the failed call could not be repeated.
+            # A new connection per call: the server might close a kept one during a call, which could not be repeated.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             # Ignore the environment's proxies: there is no proxy between trainer and engine.
             trust_env=False,
@@ -220,8 +207,7 @@ class ServerCalls:
             LockstepError: the server refuses the call.
         """
         limit = self.timeout if limit is None else limit
-        # `/health` needs no key. While the server restarts, another program may have its port, and a greeting would
-        # raise an error.
+        # `/health` needs no key. Another program may have the port of a server that restarts.
         session = None if path == HEALTH or self._key is None else await self._open_session(self._key, limit)
         call, headers, content = "", {LIMIT_HEADER: f"{limit:.3f}"}, b""
         if body is not None:
@@ -278,12 +264,7 @@ class ServerCalls:
             raise self._lost(path, f"cannot be reached ({type(error).__name__}: {error})") from error
 
     async def _open_session(self, key: str, limit: float) -> Session:
-        """The session with the server. If there is none, a greeting begins it: at the first call, and after a restart.
-
-        Raises:
-            EngineLost: the server did not answer.
-            InputError: the program at the URL could not prove that it has the key. It has received only a nonce.
-        """
+        """The session with the server, which a greeting begins at the first call and after a restart."""
         if self.session is not None:
             return self.session
         session, has_answered = await self._greet(key, limit)
@@ -308,13 +289,7 @@ class ServerCalls:
         return True
 
     async def _greet(self, key: str, limit: float) -> tuple[Session | None, bool]:
-        """Greet the server.
-
-        Returns the session, None if the program has not this key, and whether it has sent any proof.
-
-        Raises:
-            EngineLost: the server did not answer.
-        """
+        """Greet the server. Returns the session (None: the program lacks this key), and whether it sent any proof."""
         nonce = make_nonce()
         answer, body = await self._send(
             "GET", GREETING, limit, {NONCE_HEADER: nonce}, lambda _: _LARGEST_UNPROVEN
@@ -331,11 +306,7 @@ class ServerCalls:
         return Session(key, nonce, server_nonce), True
 
     def _check_session(self, session: Session, call: str, answer: httpx.Response, path: str) -> None:
-        """Check that an answer comes from the server of the greeting.
-
-        Raises:
-            EngineLost: the server was restarted, or another program now has its port.
-        """
+        """Check that an answer comes from the server of the greeting."""
         if session.is_server(call, answer.headers.get(PROOF_HEADER)):
             return
         self.session = None
@@ -384,9 +355,7 @@ class ServerCalls:
         self.call("POST", "/update_weights", {"update_info": info})
 
     def reset_caches(self) -> bool:
-        """Drop everything that was computed with older weights, for running requests too.
-
-        Returns whether the server confirms it.
+        """Drop what was computed with older weights, for running requests too. Returns whether the server confirms it.
 
         vLLM's cache of inputs is kept. It contains pixels, which do not depend on weights, and requests need them.
         """
@@ -403,13 +372,7 @@ class ServerCalls:
         return self.loop.run(self.ask_workers(method, *args))
 
     async def ask_workers(self, method: str, *args: str) -> list[Any]:
-        """Call a method of every worker of the server at once (`engines/vllm/worker.py`).
-
-        Returns their JSON answers, by rank.
-
-        Raises:
-            EngineLost: the server did not answer, for example because its workers do not have the method.
-        """
+        """The JSON answers of every worker of the server, by rank, to a method of `engines/vllm/worker.py`."""
         answer = await self.ask("POST", "/collective_rpc", {"method": method, "args": list(args)})
         results = answer.get("results") if isinstance(answer, dict) else None
         if not results:
@@ -417,11 +380,7 @@ class ServerCalls:
         return list(results)
 
     def weight_version(self) -> str:
-        """The stamp of the weights that the server holds.
-
-        Raises:
-            EngineLost: the server does not report it.
-        """
+        """The stamp of the weights that the server holds."""
         answer = self.call("GET", "/weight_info")
         if not isinstance(answer, dict) or "weight_version" not in answer:
             raise self._lost("/weight_info", "did not report which weights it holds")
@@ -439,8 +398,7 @@ class ServerCalls:
         if answer.status_code == 401:
             raise InputError(
                 f"the server at {self.url} needs a key: set LOCKSTEP_SERVER_KEY, or set vllm_server_key_file "
-                f"to the file that "
-                "'lockstep serve' named"
+                "to the file that 'lockstep serve' named"
             )
         if answer.status_code == 404 and "does not exist" in text:
             raise self._lost(path, f"was started again: {text}")
@@ -470,14 +428,7 @@ def server_urls(base_url: str | None, host: str, port: int) -> list[str]:
 
 
 def urls_of_file(name: str, file: str) -> list[str]:
-    """Base URL of each server, from a text file with one URL per line. Empty lines and what follows a # are ignored.
-
-    Args:
-        name: name of the field, for the error.
-
-    Raises:
-        InputError: the file cannot be read, names no server, or has a line that is not a URL.
-    """
+    """Base URL of each server, from a text file with one URL per line. Empty lines and what follows a # are ignored."""
     try:
         lines = expanded(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -496,9 +447,6 @@ def check_urls(name: str, urls: Sequence[str], given: str = "separated by commas
     Args:
         name: name of the field or argument that has the URLs, for the error.
         given: how several URLs are written there.
-
-    Raises:
-        InputError: a URL is not `http(s)://HOST[:PORT][/PATH]`, carries a user name or password, or is given twice.
     """
     if not urls:
         raise InputError(f"{name} names no server")
@@ -524,11 +472,7 @@ def check_urls(name: str, urls: Sequence[str], given: str = "separated by commas
 
 
 def _why_no_proof(url: str, *, has_answered: bool) -> str:
-    """The error for a program that did not prove that it has the key.
-
-    Args:
-        has_answered: whether the program has answered the greeting with a proof, although with a wrong one.
-    """
+    """The error for a program that sent no proof of the key or, if it `has_answered`, a wrong one."""
     if has_answered:
         return (
             f"the server at {url} does not accept the key: it has another key, or it is another program. Set "
@@ -537,34 +481,27 @@ def _why_no_proof(url: str, *, has_answered: bool) -> str:
         )
     return (
         f"the program at {url} could not prove that it has the key, so that the key was not sent. Is it "
-        f"'lockstep serve'? A server "
-        "without a guard needs no key: unset LOCKSTEP_SERVER_KEY. To give vLLM's own server the guard, start "
-        "it with --middleware "
-        "lockstep.server.guard.KeyGuard and the key in LOCKSTEP_SERVER_KEY"
+        "'lockstep serve'? A server without a guard needs no key: unset LOCKSTEP_SERVER_KEY. To give vLLM's "
+        "own server the guard, start it with --middleware lockstep.server.guard.KeyGuard and the key in "
+        "LOCKSTEP_SERVER_KEY"
     )
 
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """The certificates that OpenSSL finds (SSL_CERT_FILE).
-
-    This process reads them only once, because reading takes 20 ms.
-    """
+    """The certificates that OpenSSL finds (SSL_CERT_FILE). They are read once, because reading takes 20 ms."""
     return ssl.create_default_context()
 
 
 def _file_limit_reached(error: BaseException) -> str | None:
-    """The message for a call that failed because this process has too many open files; None: the call failed for
-    another reason.
-    """
+    """The message for a call that failed because this process has too many open files; None: it has not."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             return (
                 f"this process may open only {limit} files and connections ({cause.strerror}): raise the "
-                f"limit (ulimit -n 4096) "
-                "and start the same command again"
+                "limit (ulimit -n 4096) and start the same command again"
             )
         cause = cause.__cause__ or cause.__context__
     return None

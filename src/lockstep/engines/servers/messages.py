@@ -1,20 +1,14 @@
 """What trainer and server say to each other, as JSON: requests, answers, pictures, and acknowledgements.
 
-Conversions between our types and the JSON of a server: requests, answers, and the acknowledgements of its workers.
-
 These are pure functions, and vLLM need not be installed. They check that an answer belongs to its request and that
 each log-prob belongs to its token. `contract/inbox.py` then checks the content of the answer.
 
-Pictures for vLLM servers: which ones are sent, in which format, and the proof that the server's workers got the same
-pixels.
-
-Each picture is sent once per server, before the first completion of its prompt. A request for one token contains it,
-and the answer is dropped. vLLM keeps the picture's tensors in its cache of inputs, under the picture's digest. The
-requests for completions then contain only the digest. The workers report the digest of the tensors that they have
-encoded (`engines/vllm/worker.py`).
+Each picture is sent once per server, before the first completion of its prompt: in a request for one token, whose
+answer is dropped. vLLM keeps the picture's tensors in its cache of inputs, under the picture's digest, and later
+requests contain only the digest. The workers report the digest of the tensors that they have encoded.
 
 For each picture, a request contains only the index of the first placeholder and the number of placeholders. Therefore
-each tile of a picture is sent as a separate picture, called a piece (`Picture.pieces`). In this module, "picture"
+each tile of a picture is sent as a separate picture, called a piece (`Picture.pieces`); in this module, "picture"
 means such a piece. Its format is the one of vLLM's endpoint: names, dtypes, shapes and raw bytes in msgpack. No part
 of it is pickled.
 """
@@ -67,21 +61,11 @@ class SentPictures:
         self._locks: WeakValueDictionary[tuple[str, ...], asyncio.Lock] = WeakValueDictionary()
 
     def one_at_a_time(self, pictures: PromptPictures) -> AbstractAsyncContextManager[Any]:
-        """A lock that all requests with these pictures share.
-
-        One request sends the pictures, and the others wait for it.
-        """
+        """A lock that all requests with these pictures share: one request sends them, and the others wait for it."""
         return self._locks.setdefault(pictures.digests, asyncio.Lock())
 
     def missing(self, pictures: PromptPictures, capacity: int) -> tuple[Picture, ...]:
-        """The pictures that the server does not hold.
-
-        Args:
-            capacity: bytes of the server's cache of inputs.
-
-        Raises:
-            InputError: the pictures do not fit into half of the cache.
-        """
+        """The pictures that a server whose cache of inputs has `capacity` bytes does not hold."""
         sizes = {picture.digest: _size(picture) for picture in pictures.pictures}
         if (needed := sum(sizes.values())) > capacity // 2:
             raise InputError(
@@ -107,8 +91,7 @@ class SentPictures:
 def features(pictures: PromptPictures, sent: Collection[Picture] = ()) -> dict[str, Any]:
     """The field `features` of a request to vLLM's endpoint: the digest of each picture, and its position in the prompt.
 
-    Args:
-        sent: the pictures whose tensors are part of the request; vLLM takes the others from its cache.
+    The tensors of the pictures in `sent` are part of the request; vLLM takes the others from its cache.
     """
     tensors = {picture.digest: encoded(picture) for picture in sent}
     pictures = pictures.in_pieces
@@ -131,11 +114,7 @@ def encoded(picture: Picture) -> str:
 
 
 def check_places(request: GenerationRequest, answer: Mapping[str, Any]) -> None:
-    """Check that the server has put the same number of pictures into the prompt, at the same positions.
-
-    Raises:
-        ProofError: the number or a position differs.
-    """
+    """Check that the server has put the same number of pictures into the prompt, at the same positions."""
     found = {kind: places for kind, places in (answer.get("mm_placeholders") or {}).items() if places}
     expected = {} if request.pictures is None else {"image": _places(request.pictures)}
     if found != expected:
@@ -154,9 +133,6 @@ def check_encoded(pictures: Sequence[Picture], workers: Sequence[Mapping[str, st
     Args:
         workers: per worker and digest, the digest of the tensors that the worker has encoded under it. None: it has
             encoded none; the later stages of a pipeline never encode pictures.
-
-    Raises:
-        ProofError: a worker has encoded other tensors, or no worker has encoded any.
     """
     for picture in pictures:
         found = {worker.get(picture.digest) for worker in workers} - {None}
@@ -215,11 +191,7 @@ def _refusing_broken(read: Callable[[Any, Any, str, Any], T]) -> Callable[[Any, 
 
 
 def generation_body(request: GenerationRequest, name: str) -> dict[str, Any]:
-    """The body of a generation request. The server must already hold the request's pictures.
-
-    Args:
-        name: a unique request id.
-    """
+    """The body of a generation request with a unique name. The server must already hold the request's pictures."""
     body = _body(request.prompt_ids.tolist(), name, sampling_fields(request))
     return body if request.pictures is None else body | {"features": features(request.pictures)}
 
@@ -227,12 +199,9 @@ def generation_body(request: GenerationRequest, name: str) -> dict[str, Any]:
 def pictures_body(
     request: GenerationRequest, sent: Sequence[Picture], name: str, *, first: bool
 ) -> dict[str, Any]:
-    """The body of a request whose only purpose is to send the pictures of a prompt. It asks for one token.
+    """The body of a request for one token, whose only purpose is to send pictures of a prompt.
 
-    Args:
-        sent: the pictures that the server does not hold yet.
-        first: whether the server answers before the generation requests that wait; only for servers that accept
-            priorities.
+    If it is `first`, the server answers before the generation requests that wait: for servers that accept priorities.
     """
     assert request.pictures is not None
     body = _body(request.prompt_ids.tolist(), name, {"max_tokens": 1, "detokenize": False})
@@ -242,9 +211,7 @@ def pictures_body(
 def scoring_body(ids: tuple[int, ...], name: str, *, first: bool) -> dict[str, Any]:
     """The body of a request for the log-probs of the prompt itself. vLLM computes them without its prefix cache.
 
-    Args:
-        first: whether the server answers before the generation requests that wait; only for servers that accept
-            priorities.
+    If it is `first`, the server answers before the generation requests that wait: for servers that accept priorities.
     """
     return _body(np.asarray(ids).tolist(), name, SCORING_FIELDS) | _priority(first)
 
@@ -266,11 +233,6 @@ def completion_from(
     Args:
         name: the request id that was sent.
         versions: the weight version of each stamp that this trainer has given to the server.
-
-    Raises:
-        ProofError: the answer belongs to another request, has pictures in other places, lacks a log-prob, or was
-            sampled by weights that this trainer did not push.
-        LockstepError: the request ended for a reason other than a stop or the length limit.
     """
     choice = _choice(answer, name)
     token_ids = choice.get("token_ids") or []
@@ -297,12 +259,7 @@ def completion_from(
 def scores_from(
     answer: Any, ids: tuple[int, ...], name: str, versions: Mapping[str, int]
 ) -> tuple[float, ...]:
-    """Log-prob of every id except the first. If a log-prob is missing, the result is shorter.
-
-    Raises:
-        ProofError: the answer belongs to another request or to other ids, or was computed by weights that this
-            trainer did not push.
-    """
+    """Log-prob of every id except the first. If a log-prob is missing, the result is shorter."""
     choice = _choice(answer, name)
     _check_stamps(name, choice.get("weight_versions") or [], versions)
     if list(answer.get("prompt_token_ids") or ()) != np.asarray(ids).tolist():
@@ -353,8 +310,7 @@ def _logprobs(request: GenerationRequest, token_ids: list[int], choice: Mapping[
     raise ProofError(
         "logprobs",
         f"request {request.key} has {len(token_ids)} tokens and {len(entries)} log-probs; {len(values)} "
-        f"log-probs are finite and "
-        "belong to its tokens",
+        "log-probs are finite and belong to its tokens",
         "the server was started without log-probs, or its model computes NaN",
         "start the server with 'lockstep serve'; if it was started so, look for NaN in the weights",
     )
@@ -391,15 +347,7 @@ def _mixed_up(found: str) -> ProofError:
 def agreed_answers(
     workers: Sequence[Mapping[str, T]], engine: str, same: Callable[[T, T], bool] = eq
 ) -> dict[str, T]:
-    """The answers of all workers that share a model, by module.
-
-    Args:
-        engine: name of what the workers belong to, for the error.
-        same: whether two answers are equal.
-
-    Raises:
-        ProofError: two workers gave different answers for the same module.
-    """
+    """The answers of all workers that share a model, by module. `engine` names their owner in the error."""
     agreed: dict[str, T] = {}
     for worker in workers:
         for name, answer in worker.items():
@@ -422,12 +370,14 @@ def loaded_from(found: Mapping[str, Any], server: str) -> LoadedWeights:
     return LoadedWeights(tensors, untouched, server, unknown_base=found["unknown_base"], unstored=unstored)
 
 
-def loaded_by(workers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[LoadedWeights]:
-    """The acknowledgements of all workers that share one model. A tensor is stored if one of them has stored it.
+def one_acknowledgement(found: Sequence[LoadedWeights]) -> LoadedWeights:
+    """The acknowledgements of several workers or servers as one."""
+    first, *others = found
+    return replace(first, others=tuple(others))
 
-    Args:
-        names: what errors call each worker.
-    """
+
+def loaded_by(workers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[LoadedWeights]:
+    """The acknowledgements of all workers that share one model. A tensor is stored if one of them has stored it."""
     in_no_worker = set.intersection(*(set(found["unstored"]) for found in workers))
     return [
         replace(one, unstored=tuple(name for name in one.unstored if name in in_no_worker))

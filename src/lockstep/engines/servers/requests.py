@@ -1,6 +1,4 @@
-"""Requests to servers: their JSON form, and how they are distributed and limited.
-
-Distributes requests over one or more vLLM servers, limits the number of open requests, and converts the answers.
+"""How requests are distributed over one or more vLLM servers, and how many of them may be open.
 
 Requests and answers go through an inbox (`contract/inbox.py`), which checks the answers. The coroutines run in the
 thread of a `CallLoop`.
@@ -12,12 +10,13 @@ import asyncio
 import json
 import secrets
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from lockstep.contract.adapters import UsedAdapter
 from lockstep.contract.inbox import Inbox
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
-from lockstep.engines.servers.adapters import ServerAdapters, UsedAdapter
 from lockstep.engines.servers.calls import ServerCalls
 from lockstep.engines.servers.messages import (
     INITIAL_WEIGHTS,
@@ -47,11 +46,7 @@ Versions = Callable[[], Collection[int]]
 
 
 class _Load:
-    """The load of one server. Only the thread of the calls changes it.
-
-    Attributes:
-        tokens: tokens that the server may still have to sample.
-    """
+    """The load of one server. Only the thread of the calls changes it. `tokens` may still have to be sampled."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -68,7 +63,7 @@ class ServerRequests:
         servers: the servers. The list may change at any time.
         stamps: weight version of each stamp that the servers use. Every push adds an entry.
         recover: the `recover` of every `EngineLost` that is raised here.
-        adapters: gives the adapter of each request, if there is one.
+        used_adapter: gives the adapter of a request, if there is one. The servers keep it until the context ends.
     """
 
     def __init__(
@@ -76,12 +71,12 @@ class ServerRequests:
         servers: Sequence[ServerCalls],
         stamps: Mapping[str, int],
         recover: Callable[[], None],
-        adapters: ServerAdapters,
+        used_adapter: Callable[[], AbstractContextManager[UsedAdapter | None]],
     ) -> None:
-        self._servers, self._stamps, self._recover, self._adapters = servers, stamps, recover, adapters
+        self._servers, self._stamps = servers, stamps
+        self._recover, self._used_adapter = recover, used_adapter
         self._loads: WeakKeyDictionary[ServerCalls, _Load] = WeakKeyDictionary()
-        # URL of the server of each of the last rollouts, for errors. The key consists of the first two fields of
-        # `RequestKey`.
+        # URL of the server of each of the last rollouts (the first two fields of `RequestKey`), for errors.
         self.answered: dict[tuple[str, int], str] = {}
 
     def serve(
@@ -184,15 +179,9 @@ class ServerRequests:
     def score(
         self, sequences: Sequence[tuple[int, ...]], stamp: str, limit: float
     ) -> Coroutine[Any, Any, list[tuple[float, ...]]]:
-        """Log-probs of every id of each sequence, except the first id.
+        """Log-probs of every id of each sequence, except the first id, by the weights with this stamp.
 
         The sequences are distributed evenly over the servers.
-
-        Args:
-            stamp: stamp of the weights that must have computed the log-probs.
-
-        Raises:
-            EngineLost: a server did not answer, or not in time.
         """
         servers = tuple(self._servers)
         calls = [
@@ -228,17 +217,12 @@ class ServerRequests:
         check_sent(request, body["sampling_params"])
         async with self.load(server).gate:
             await self._send_pictures(request, server, limit)
-            with self._adapters.used() as used:
+            with self._used_adapter() as used:
                 answer = await self.post(server, body, limit, used)
         return completion_from(answer, request, name, self._stamps if used is None else used.versions)
 
     async def _send_pictures(self, request: GenerationRequest, server: ServerCalls, limit: float) -> None:
-        """Send the pictures of a request that the server does not hold yet, and check what its workers have encoded.
-
-        Raises:
-            InputError: the server's cache of inputs is too small for the pictures.
-            ProofError: a worker has encoded other pictures.
-        """
+        """Send the pictures of a request that the server does not hold yet, and check what its workers have encoded."""
         if request.pictures is None:
             return
         sent, pieces = self.load(server).pictures, request.pictures.in_pieces
@@ -262,7 +246,7 @@ class ServerRequests:
         name = _name("score")
         body = scoring_body(ids, name, first=server.takes_priorities)
         async with self.load(server).scoring_gate:
-            with self._adapters.used() as used:
+            with self._used_adapter() as used:
                 answer = await self.post(server, body, limit, used)
         return scores_from(answer, ids, name, {stamp: self._stamps[stamp]} if used is None else used.versions)
 

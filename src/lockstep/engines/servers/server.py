@@ -1,11 +1,9 @@
 """One or several vLLM servers behind the engine protocol.
 
-Each request goes to the least busy server; weights go to all servers.
-
-Requests come from an inbox (`contract/inbox.py`) and are sent over HTTP as ids. Weights go through a transport of
-`weights/wire/`. When a server does not answer, the engine raises `EngineLost`. Before it sends requests again, the
-server must answer, pass the checks of `engines/servers/set.py`, and receive the weights again. A server that does not
-come back in time leaves, if another one remains. Servers can also leave and join between two pushes.
+Each request goes to the least busy server; weights go to all servers, through a transport of `weights/wire/`. When a
+server does not answer, the engine raises `EngineLost`. Before it sends requests again, the server must answer, pass the
+checks of `engines/servers/set.py`, and receive the weights again. A server that does not come back in time leaves, if
+another one remains. Servers can also leave and join between two pushes.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,13 +29,13 @@ from lockstep.contract.inbox import (
 from lockstep.contract.probe import EngineModules, ProbedModule, decode_floats
 from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
 from lockstep.contract.tensors import LoadedWeights
-from lockstep.engines.servers.adapters import EngineParts, ServerAdapters
 from lockstep.engines.servers.calls import HOW_TO_START, ServerCalls
-from lockstep.engines.servers.messages import agreed_answers, loaded_by
+from lockstep.engines.servers.messages import agreed_answers, loaded_by, one_acknowledgement
 from lockstep.engines.servers.requests import ServerRequests
 from lockstep.engines.servers.set import HEALTH_EVERY, Pauses, ServerSet, agreed_settings, unreachable
 from lockstep.engines.vllm.port.engine import changed_settings
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
+from lockstep.extensions import ADAPTERS, load
 from lockstep.progress import waiting
 from lockstep.threads import CallLoop, Pending
 from lockstep.weights.wire.transport import WeightTransport
@@ -98,9 +95,8 @@ class VLLMServer:
         self.session = secrets.token_hex(6)
         self.is_wanted: Callable[[str], bool] = lambda url: True
         self._stamps: dict[str, int] = {}
-        parts = EngineParts(self.servers, self._lost, timeout, self._refuse_requests, self._open_requests)
-        self.adapters = ServerAdapters(parts, transport, run, self.session)
-        self.requests = ServerRequests(self._servers, self._stamps, self.recover, self.adapters)
+        self.adapters = load(ADAPTERS["servers"])(self, run)
+        self.requests = ServerRequests(self._servers, self._stamps, self.recover, self.adapters.used)
         self._committed: list[int] = []
         self.transport: WeightTransport | None = None
         try:
@@ -131,10 +127,7 @@ class VLLMServer:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """The dtype of the servers' parameters.
-
-        Wider tensors are cast to it before they are sent. None: there are several.
-        """
+        """The dtype of the servers' parameters, to which wider tensors are cast for sending; None: several."""
         return self._wire_dtype
 
     @property
@@ -147,10 +140,7 @@ class VLLMServer:
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
-        """Answer every request.
-
-        If weights are pushed meanwhile, the tokens of one completion may have several versions.
-        """
+        """Answer every request. Weights pushed meanwhile give the tokens of one completion several versions."""
         settings = self.settings()
         check_requests(
             requests, self._version, settings.max_model_len, settings.vocab_size, settings.request_limits
@@ -175,11 +165,7 @@ class VLLMServer:
     def submit_scores(
         self, sequences: Mapping[str, tuple[int, ...]], *, limit: float | None = None
     ) -> Pending[Any, dict[str, tuple[float, ...]]]:
-        """Begin `score` without waiting for it.
-
-        Args:
-            limit: seconds for all sequences together; None: `timeout`.
-        """
+        """Begin `score` without waiting for it. All sequences together may take `limit` seconds; None: `timeout`."""
         check_scoring(sequences, self._version, self._settings.max_model_len)
 
         def checked(answers: list[tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
@@ -200,8 +186,7 @@ class VLLMServer:
         for number, workers in enumerate(
             self.servers.workers("lockstep_modules", json.dumps(checkpoint_names))
         ):
-            # Workers of one server have different layers (pipeline) or different parts of the same layers (tensor
-            # parallelism).
+            # Workers of one server have different layers (pipeline) or parts of the same layers (tensor parallelism).
             for entry in (entry for found in workers for entry in found["probed"]):
                 name = self._prefix(number) + entry["name"]
                 probed[name] = ProbedModule(**{**entry, "name": name, "tensors": tuple(entry["tensors"])})
@@ -243,23 +228,20 @@ class VLLMServer:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def _refuse_requests(self) -> None:
+    def refuse_requests(self) -> None:
         self._version = None
 
-    def _lost(self, what: str) -> EngineLost:
+    def lost(self, what: str) -> EngineLost:
         return EngineLost(what, self.recover)
 
-    def _open_requests(self, version: int) -> None:
+    def open_requests(self, version: int) -> None:
         """Accept requests for a version whose weights are the base model with an adapter."""
         self._stamps[self._stamp(version)] = version
         self._committed.append(version)
         self._version = version
 
     def begin_update(self) -> None:
-        """Pause the servers. Running requests stay, and continue with the new weights after the commit.
-
-        This method only starts the calls; `load` waits for their answers.
-        """
+        """Begin to pause the servers; `load` waits for it. Running requests go on with new weights after the commit."""
         self._version = None
         self.adapters.check_whole_push_allowed()
         self.adapters.use_none()
@@ -273,16 +255,17 @@ class VLLMServer:
             self.pauses.wait()
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
                 # gloo and NCCL raise a plain RuntimeError for a peer that is late or gone.
-                raise self._lost(f"the weights did not reach the servers: {str(error)[:300]}") from error
+                raise self.lost(f"the weights did not reach the servers: {str(error)[:300]}") from error
             raise
         self.pauses.check()
         self.servers.each(lambda server: server.call("POST", "/finish_weight_update", {}))
-        first, *others = [
-            loaded
-            for number, workers in enumerate(self.servers.workers("lockstep_acknowledgement"))
-            for loaded in loaded_by(workers, [self.servers.name_of(number)] * len(workers))
-        ]
-        return replace(first, others=tuple(others))
+        return one_acknowledgement(
+            [
+                loaded
+                for number, workers in enumerate(self.servers.workers("lockstep_acknowledgement"))
+                for loaded in loaded_by(workers, [self.servers.name_of(number)] * len(workers))
+            ]
+        )
 
     def reset_caches(self) -> bool:
         """Drop all caches. Running requests compute their keys and values again with the new weights."""
@@ -333,10 +316,6 @@ class VLLMServer:
 
         A server that does not answer within the time limit leaves, if another server does; one that is not wanted
         leaves at once.
-
-        Raises:
-            LockstepError: no server came back within the time limit.
-            ProofError: a server came back with other settings.
         """
         self._version = None
         self.requests.forget_pictures()
@@ -367,11 +346,7 @@ class VLLMServer:
                 )
 
     def _drop_gone(self, problems: dict[ServerCalls, str], *, is_late: bool) -> None:
-        """Go on without the servers that are not wanted any more or, if it `is_late`, without all that cannot be used.
-
-        Raises:
-            LockstepError: it is late, and no server can be used.
-        """
+        """Go on without the servers that are not wanted any more or, if it `is_late`, without all that are unusable."""
         gone = [server for server in problems if is_late or not self.is_wanted(server.url)]
         if len(gone) < len(self._servers):
             for server in gone:
@@ -383,10 +358,7 @@ class VLLMServer:
             raise unreachable(gone[0], self.timeout, problems[gone[0]])
 
     def leave(self, urls: Collection[str], why: str) -> None:
-        """Send nothing more to some servers.
-
-        At least one other server remains. They may still answer requests that they have.
-        """
+        """Send nothing more to some servers, which may still answer requests that they have. Another server remains."""
         gone = [server for server in self._servers if server.url in urls]
         for server in gone:
             self.adapters.leave_server(server)
@@ -407,14 +379,7 @@ class VLLMServer:
         return self.servers.healthy(urls, self.loop)
 
     def name_versions_as(self, other: VLLMServer) -> None:
-        """Name weight versions and adapters as another engine does.
-
-        After one push this engine's servers can then join it.
-
-        Raises:
-            InputError: the other engine has one of these servers already.
-            ProofError: its servers run with other settings.
-        """
+        """Name weight versions and adapters as another engine does, which this one's servers can join after a push."""
         agreed_settings([*other.servers.all, *self.servers.all])
         self.session = other.session
         self.adapters.name_as(other.adapters)

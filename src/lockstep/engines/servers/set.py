@@ -1,16 +1,8 @@
 """The servers of one engine: calls to all of them, checks before use, and pauses for a push.
 
-One object owns the set and lends it to the parts that send requests and adapters. Servers leave and join between two
-pushes.
-
-Checks of servers before a trainer uses them: they are healthy, have the options that training needs, and have equal
-settings.
-
-The checks are made at the start, after a server was lost, and when a server joins.
-
-Pauses servers at the beginning of a push. Their running requests stay, and go on after the commit of the new weights.
-
-A push begins the pauses, and waits for them while its transport sends the weights.
+Servers leave and join between two pushes. At the start, after a server was lost, and when a server joins, all are
+checked: they are healthy, have the options that training needs, and have equal settings. A push pauses them while its
+transport sends the weights: running requests stay, and go on after the commit of the new weights.
 """
 
 from __future__ import annotations
@@ -40,11 +32,7 @@ HEALTH_LIMIT, HEALTH_EVERY = 5.0, 0.5
 
 
 def await_health(server: ServerCalls, timeout: float, closed: threading.Event) -> None:
-    """Wait until a server is healthy.
-
-    Raises:
-        LockstepError: it was not within `timeout` seconds.
-    """
+    """Wait until a server is healthy, for `timeout` seconds at most."""
     deadline, problem = time.monotonic() + timeout, server.health_problem(min(HEALTH_LIMIT, timeout))
     with waiting(f"the server at {server.url} to be ready", timeout, lambda: problem or ""):
         while problem:
@@ -75,12 +63,7 @@ def problem_of(server: ServerCalls, timeout: float) -> str:
 
 
 def read_state(server: ServerCalls) -> None:
-    """Ask a server how it was started, and store its answer in `server`.
-
-    Raises:
-        InputError: the server was started without an option that training needs.
-        EngineLost: the server does not answer, or its workers do not have our methods.
-    """
+    """Ask a server how it was started, and store its answer in `server`."""
     workers = server.workers("lockstep_state")
     state = workers[0]
     if state["backend"] != SERVER_BACKEND:
@@ -97,8 +80,7 @@ def read_state(server: ServerCalls) -> None:
     if state["splits_prompts"]:
         raise InputError(
             f"the server at {server.url} computes prompts in parts (chunked prefill). On a CPU its engine "
-            f"would end when it splits "
-            f"the prompt of a request with a seed. {HOW_TO_START}"
+            f"would end when it splits the prompt of a request with a seed. {HOW_TO_START}"
         )
     server.settings, server.instance = settings_from(state["settings"]), state["instance"]
     # Stages of a pipeline may have parameters of different dtypes.
@@ -111,12 +93,7 @@ def read_state(server: ServerCalls) -> None:
 
 
 def agreed_settings(servers: Sequence[ServerCalls]) -> EngineSettings:
-    """The settings that all servers have. `read_state` has asked each server before.
-
-    Raises:
-        InputError: two URLs belong to the same server.
-        ProofError: two servers have different settings.
-    """
+    """The settings that all servers have. `read_state` has asked each server before."""
     if len({server.instance for server in servers}) < len(servers):
         raise InputError("two of the servers' URLs lead to the same server; give each server once")
     first, *others = servers
@@ -137,16 +114,12 @@ def agreed_settings(servers: Sequence[ServerCalls]) -> EngineSettings:
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
-# Seconds that a server outside the set may take to say that it is healthy. The trainer waits for this between two
-# generations.
+# Seconds that a server outside the set may take to say that it is healthy, between two generations.
 _UP_LIMIT = 1.0
 
 
 class ServerSet:
-    """The servers of one engine.
-
-    Args:
-        servers: they are in the order in which they are asked.
+    """The servers of one engine, in the order in which they are asked.
 
     Attributes:
         all: the servers. The list changes in one step when servers leave or join, also while another thread reads it.
@@ -188,12 +161,7 @@ class ServerSet:
     # ---- what the servers say of themselves --------------------------------------------------------------------------
 
     def greet(self, timeout: float, closed: threading.Event) -> None:
-        """Wait until every server is healthy, and ask each how it was started.
-
-        Raises:
-            InputError: a server was started without something that training needs.
-            LockstepError: a server did not answer in time.
-        """
+        """Wait until every server is healthy, and ask each how it was started."""
         self.each(lambda server: await_health(server, timeout, closed))
         for server in self.all:
             read_state(server)
@@ -204,12 +172,7 @@ class ServerSet:
         return {server: why for server, why in zip(self.all, found, strict=True) if why}
 
     def agreed(self) -> tuple[EngineSettings, torch.dtype | None]:
-        """The settings of all servers, and the common dtype of their parameters; None if there are several dtypes.
-
-        Raises:
-            InputError: two URLs belong to the same server.
-            ProofError: two servers have different settings.
-        """
+        """The settings of all servers, and the common dtype of their parameters; None if there are several dtypes."""
         return agreed_settings(self.all), only_dtype(
             [name for server in self.all for name in server.loads_in]
         )
@@ -266,11 +229,7 @@ _PAUSED_EVERY = 0.001
 
 
 class Pauses:
-    """The calls that begin an update of some servers.
-
-    Args:
-        servers: the servers of an engine. They may change between two updates.
-    """
+    """The calls that begin an update of an engine's servers, which may change between two updates."""
 
     def __init__(self, servers: ServerSet) -> None:
         self._servers = servers
@@ -291,23 +250,14 @@ class Pauses:
                 beginning.result().wait()
 
     def check(self) -> None:
-        """Wait until every server is paused.
-
-        Raises:
-            EngineLost: a server did not answer.
-        """
+        """Wait until every server is paused."""
         for pause in finish_all(self._beginning):
             pause.result()
 
 
 def _begin(server: ServerCalls) -> Pending[Any, Any]:
-    """Pause a server and begin an update.
-
-    Returns:
-        The call that pauses. vLLM answers it only 20 ms after the server has stopped.
-    """
-    # By default the pause would also drop the pictures that requests need. `reset_caches` drops what depends on
-    # weights.
+    """Pause a server and begin an update. vLLM answers the returned call 20 ms after the server has stopped."""
+    # By default the pause would also drop pictures, which requests need; `reset_caches` drops the rest.
     pause = server.begin("POST", "/pause", mode="keep", clear_cache="false")
     try:
         workers, paused = server.together(

@@ -1,13 +1,7 @@
-"""The arguments with which Lockstep starts vLLM, and the model families that it refuses.
+"""The arguments with which Lockstep starts vLLM beside the trainer and in servers, and the model families it refuses.
 
-The arguments with which Lockstep starts vLLM. They are the same for vLLM in the trainer's process and for a server.
-
-They become arguments of `vllm.LLM`, or words of the command line of vLLM's server.
-
-Families that vLLM 0.32 does not compute or load as transformers does. They are refused before a model is loaded.
-
-The trainer asks before it loads the policy, and everything that starts vLLM asks too. What was seen stands in
-docs/reference/models.md. A family that is not here and differs is found by the proofs of the first push.
+vLLM 0.32 does not compute or load those families as transformers does. They are refused before a model is loaded; what
+was seen stands in docs/reference/models.md. The proofs of the first push find a family that is not here and differs.
 """
 
 from __future__ import annotations
@@ -32,11 +26,9 @@ from lockstep.models.policy import BAD_FILES, keeps_state
 IN_PROCESS_BACKEND, SERVER_BACKEND = "lockstep_inprocess", "lockstep"
 WORKER_EXTENSION = "lockstep.engines.vllm.worker.LockstepWorker"
 
-# Keys of a request's `extra_args` (`engines/vllm/port/kept_ids.py`): the largest number of kept ids per token, and
-# bad words as ids.
+# Keys of a request's `extra_args`: the largest number of kept ids per token, and bad words as ids.
 MAX_KEPT_IDS, BAD_WORDS = "lockstep_max_kept_ids", "lockstep_bad_words"
-# The library that makes the masks of grammars, in the engine and in the trainer (`contract/sampling.py`). Without this
-# setting, vLLM would choose a library for each request.
+# The library that masks by grammars, in engine and trainer. Otherwise vLLM would choose one per request.
 GRAMMAR_BACKEND = "xgrammar"
 
 # Where vLLM takes a model's layers from. "auto" is its own implementation, or transformers' where it has none.
@@ -63,8 +55,7 @@ REFUSED = frozenset(
 # Engine arguments with which vLLM would run code that comes with a model, or load its classes from another place.
 OWN_CODE = frozenset({"code_revision", "hf_config_path", "model_class_overrides", "trust_remote_code"})
 
-# Sampling values that leave the model's distribution unchanged. A model's generation_config.json may set other values
-# as the engine's defaults.
+# Sampling values that leave the distribution unchanged. A model's generation_config.json may set others.
 NEUTRAL_SAMPLING: dict[str, float | int] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -123,13 +114,11 @@ def engine_arguments(
         # The state behind a prefix is cached only together with split prompts.
         "enable_prefix_caching": not keeps_state(load_files(AutoConfig, model)),
         "structured_outputs_config": {"backend": GRAMMAR_BACKEND},
-        # On a CPU, compilation makes the start 40 s longer, and sampling only 20% faster (docs/internals/speed.md,
-        # `make sampling`).
+        # On a CPU, compilation delays the start by 40 s for 20% faster sampling (docs/internals/speed.md).
         "enforce_eager": not on_gpu,
     }
     if on_gpu:
-        # `async_scheduling` is left to vLLM: on, unless the executor cannot do it (Ray). If it is asked for there,
-        # vLLM fails.
+        # vLLM has `async_scheduling` on, unless the executor cannot do it (Ray): asked for there, it fails.
         if not whole_prompts:
             arguments["max_num_batched_tokens"] = max(_GPU_BATCH, max_num_seqs)
     else:
@@ -146,11 +135,7 @@ def engine_arguments(
 def check_quantization(quantization: str | None, dtype: torch.dtype, name: str) -> None:
     """Refuse a scheme whose weights could not be proven, or that vLLM does not have in the engine's dtype.
 
-    Args:
-        name: the field or argument in which the user has given the scheme, for the error.
-
-    Raises:
-        InputError: the engine cannot hold the weights in this way.
+    `name` is the field or argument in which the user has given it.
     """
     if quantization is None:
         return
@@ -159,35 +144,39 @@ def check_quantization(quantization: str | None, dtype: torch.dtype, name: str) 
     if dtype != torch.bfloat16:
         raise InputError(
             f"{name}={quantization}: vLLM quantises half-precision models only, and the engine's dtype is "
-            f"{dtype_name(dtype)}; set "
-            "engine_dtype=bfloat16 in training, or --dtype bfloat16 for a server"
+            f"{dtype_name(dtype)}; set engine_dtype=bfloat16 in training, or --dtype bfloat16 for a server"
         )
 
 
+# The values that vLLM accepts as the largest rank of an adapter (`max_lora_rank`).
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def held_rank(rank: int) -> int:
+    """The rank for which vLLM keeps room when an adapter has this rank."""
+    if rank > RANKS[-1]:
+        raise InputError(
+            f"the adapter has rank {rank}, and vLLM's LoRA supports at most {RANKS[-1]}: lower lora_r, or "
+            "leave vllm_enable_lora out; then merged weights are sent"
+        )
+    return next(size for size in RANKS if size >= rank)
+
+
 def check_adapters(dtype: torch.dtype, name: str) -> None:
-    """Refuse an engine with adapters alone whose dtype vLLM's LoRA kernels do not have: on a GPU they have half
-    precision only.
+    """Refuse adapters alone in a dtype that vLLM's LoRA kernels lack: on a GPU they have half precision only.
 
-    Args:
-        name: the field or argument with which the user has asked for adapters alone, for the error.
-
-    Raises:
-        InputError: vLLM would fail while it starts.
+    `name` is the field or argument with which the user has asked for them.
     """
     if torch.cuda.is_available() and dtype not in (torch.float16, torch.bfloat16):
         raise InputError(
             f"{name}: on a GPU, vLLM computes adapters in half precision only, and the engine's dtype is "
-            f"{dtype_name(dtype)}; set "
-            f"engine_dtype=bfloat16 in training, or --dtype bfloat16 for a server. Without {name}, merged "
-            f"weights are sent"
+            f"{dtype_name(dtype)}; set engine_dtype=bfloat16 in training, or --dtype bfloat16 for a server. "
+            f"Without {name}, merged weights are sent"
         )
 
 
 def cpu_cache_bytes(model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> int:
-    """Bytes of the key-value cache that these sequences can fill.
-
-    Without a size, vLLM takes most of the machine's memory.
-    """
+    """Bytes of the key-value cache that these sequences can fill. Without a size, vLLM takes most of the memory."""
     config = load_files(AutoConfig, model).get_text_config()
     if getattr(config, "num_attention_heads", None) is None:
         # Without attention there are states of a fixed size, and no keys and values.
@@ -200,15 +189,10 @@ def cpu_cache_bytes(model: str, dtype: torch.dtype, max_model_len: int, max_num_
 
 
 def check_user_arguments(names: set[str], where: str) -> None:
-    """Refuse arguments that vLLM does not have, that change log-probs and that no proof would find, or that run a
-    model's own code.
+    """Refuse arguments that vLLM lacks, that run a model's code, or that change log-probs where no proof finds it.
 
     Args:
-        names: names of the arguments that the user has set.
-        where: the field in which the user has set them, for the error.
-
-    Raises:
-        InputError: the user may not set one of them.
+        where: the field in which the user has set them.
     """
     refused = REFUSED & names
     if "quantization" in refused:
@@ -234,10 +218,7 @@ def check_user_arguments(names: set[str], where: str) -> None:
 
 
 def told_by_vllm(error: Exception) -> str:
-    """What vLLM says about settings that it cannot use, in one line.
-
-    Its validator says which field of which settings is wrong.
-    """
+    """What vLLM says about settings that it cannot use, in one line, with the field that its validator names."""
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
@@ -249,8 +230,7 @@ def told_by_vllm(error: Exception) -> str:
 def _names_of_vllm() -> frozenset[str]:
     """The names of the arguments of the installed `vllm.LLM`; empty if vLLM is not installed.
 
-    They are read from vLLM's source. An import of vLLM takes seconds, and vLLM then reads an environment that
-    Lockstep has not set.
+    They are read from vLLM's source: an import takes seconds, and reads an environment that Lockstep has not set.
     """
     spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
@@ -302,9 +282,6 @@ def refuse_family(model: str, *, elsewhere: bool = False) -> None:
     Args:
         model: directory or hub id. If its config cannot be read, nothing is refused: loading it says what is wrong.
         elsewhere: whether vLLM runs in a server, perhaps on a machine with a GPU.
-
-    Raises:
-        InputError: the family is refused. The message says why.
     """
     try:
         config = load_files(AutoConfig, model).get_text_config()
@@ -318,6 +295,5 @@ def refuse_family(model: str, *, elsewhere: bool = False) -> None:
     if why is not None:
         raise InputError(
             f"{model} is of the family {family}, which vLLM 0.32 does not run as transformers does: {why}; "
-            f"set use_vllm to false "
-            "(lockstep verify: --engine transformers)"
+            "set use_vllm to false (lockstep verify: --engine transformers)"
         )

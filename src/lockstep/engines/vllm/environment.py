@@ -1,11 +1,5 @@
 """The environment in which vLLM's processes start, and the files that killed ones leave behind.
 
-The environment in which vLLM's processes start, for servers and for an engine in the trainer's process.
-
-`lockstep serve` has these settings. `process_start` is for several worker processes beside the trainer.
-
-Files that vLLM's processes leave behind when they are killed: in the temporary folder, and in shared memory.
-
 Each engine has a private folder, and its owner holds a lock in it: `lockstep serve`, or the trainer. The folder also
 has the list of the engine's files in shared memory. Whoever starts the next engine on the machine removes the folders
 whose lock nobody holds any more, with these files. A lock ends with its process, however that ends.
@@ -57,11 +51,7 @@ def owned(folder: Path) -> Iterator[None]:
 
 
 def note(folder: Path, processes: Iterable[int], without: Iterable[str] = ()) -> None:
-    """Add the files in shared memory that processes use to the list of a folder.
-
-    Args:
-        without: names that are not this engine's.
-    """
+    """Add the files in shared memory that processes use to the list of a folder, `without` those of others."""
     listed = _read_list(folder)
     names = {name for process in processes for name in shared_by(process)} - set(without)
     for name in names:
@@ -95,10 +85,7 @@ def _all_processes() -> list[int]:
 
 
 def remove_dead(parent: Path) -> None:
-    """Remove the folders in `parent` whose owners are gone, with their files in shared memory.
-
-    Other users' are left alone.
-    """
+    """Remove this user's folders in `parent` whose owners are gone, with their files in shared memory."""
     for folder in parent.glob("lockstep-*"):
         with contextlib.suppress(OSError):
             found = folder.lstat()
@@ -160,8 +147,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def cpu_settings(threads: int) -> dict[str, str]:
     """Settings of threads and memory for processes of vLLM that share a machine's CPU with a trainer.
 
-    Args:
-        threads: number of threads of each process. docs/internals/server.md has measurements.
+    Each has this number of threads; docs/internals/server.md has measurements.
     """
     return {
         # By default vLLM reserves one core for its scheduler and binds its threads to the others.
@@ -206,16 +192,12 @@ def socket_folder() -> Iterator[Path]:
 def process_start(workers: int, sockets: Path) -> Iterator[None]:
     """Inside the context, vLLM starts its worker processes with the settings that a trainer's machine needs.
 
-    The trainer's own environment, its number of threads and its main module are as before when the context ends.
-
-    Args:
-        workers: number of worker processes on this machine.
-        sockets: folder for the sockets between the processes.
+    The trainer's own environment, number of threads and main module are as before when the context ends. `sockets` is
+    the folder for the sockets between the processes.
     """
     cores = len(os.sched_getaffinity(0))
     settings = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **LOOPBACK, SOCKETS: os.fspath(sockets)}
-    # Workers load what they compile into the temporary folder. This process keeps its own, which Python has looked up
-    # before.
+    # Workers load what they compile from the temporary folder. This process keeps its own.
     tempfile.gettempdir()
     settings["TMPDIR"] = os.fspath(sockets)
     settings[_TRAINER] = str(os.getpid())
@@ -295,9 +277,7 @@ def leave_signals_to_trainer(worker: Any) -> None:
 
 
 def end_with_trainer() -> None:
-    """In a process that vLLM has started beside a trainer: end when the trainer dies.
-
-    In other processes it does nothing.
+    """In a process that vLLM has started beside a trainer: end when the trainer dies. Elsewhere it does nothing.
 
     vLLM's own workers notice it only when they have started, and only between two calls.
     """

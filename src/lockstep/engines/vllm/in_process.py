@@ -1,9 +1,8 @@
 """vLLM in the trainer's own process: the real `vllm.LLM` with the V1 engine, on CPU and CUDA.
 
 The scheduler is in this process. The model is in this process too (`OwnWorker`), or it is split over worker processes
-(`engines/vllm/start.py`). Requests come from an inbox (`contract/inbox.py`). The engine gives their ids
-to vLLM's engine loop, with their key as the request id. Weights come through vLLM's weight-transfer API with the
-backend of `engines/vllm/port/receive.py`. vLLM finds that backend through the entry point in pyproject.toml.
+(`engines/vllm/start.py`). Weights come through vLLM's weight-transfer API with the backend of
+`engines/vllm/port/receive.py`, which vLLM finds through the entry point in pyproject.toml.
 
 Proof `sleep`.
 Shows: with `vllm_enable_sleep_mode` and `vllm_enable_lora`: every parameter of the engine has the bytes with which it
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +36,6 @@ from lockstep.contract.probe import EngineModules
 from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.servers.messages import agreed_answers
-from lockstep.engines.vllm.adapters import AdaptersInProcess
 from lockstep.engines.vllm.arguments import (
     check_adapters,
     check_quantization,
@@ -72,7 +69,7 @@ from lockstep.engines.vllm.port.requests import (
 )
 from lockstep.engines.vllm.start import TransportChoice, WorkerProcesses, process_kept, start_vllm
 from lockstep.errors import InputError, LockstepError, ProofError, foreign_errors, told
-from lockstep.extensions import WORKERS, load
+from lockstep.extensions import ADAPTERS, WORKERS, load
 from lockstep.images.pictures import PromptPictures
 from lockstep.model_files import load_files
 from lockstep.models.policy import reads_pictures
@@ -148,13 +145,11 @@ class VLLMInProcess:
                     engine_kwargs=engine_kwargs,
                 )
                 self._llm = start_vllm(arguments, self._resources)
-                self._workers = workers_of(self._llm, transport, timeout)
+                self.workers = workers_of(self._llm, transport, timeout)
                 if self.is_split:
                     self._resources.callback(close_at_exit(self.close))
                 self.sleeping = Sleep(self._llm, self.call, sleep_level)
-                self.adapters = AdaptersInProcess(
-                    self._llm, self.call, self._workers, self._prepare_push, self.commit_version
-                )
+                self.adapters = load(ADAPTERS["in_process"])(self)
                 # A kernel that does not support the model's shapes raises an error only when it first runs.
                 self._run({"trial": ([0, 0], scoring_params())})
         except LockstepError as error:
@@ -165,10 +160,7 @@ class VLLMInProcess:
             raise InputError(f"vLLM cannot load {model}: {error}") from error
 
     def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a method of every worker, or a function with every worker as its first argument.
-
-        Returns the results by rank.
-        """
+        """The results by rank of a method of every worker, or of a function with every worker as its first argument."""
         name = method if isinstance(method, str) else method.__name__
         with self._noting_failure(), waiting(f"vLLM's workers to do {name}", self.timeout):
             return self._llm.collective_rpc(method, timeout=self.timeout, args=args)
@@ -177,7 +169,7 @@ class VLLMInProcess:
     def _noting_failure(self) -> Iterator[None]:
         """If a worker process fails inside the context, do not use the engine any more.
 
-        vLLM does not read the answers of the other workers then. They would be taken for the answers to the next call.
+        vLLM would take the answers of the other workers, which it does not read then, for the answers to the next call.
         """
         try:
             yield
@@ -202,12 +194,12 @@ class VLLMInProcess:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        return self._workers.wire_dtype
+        return self.workers.wire_dtype
 
     @property
     def is_split(self) -> bool:
         """Whether the model is in worker processes, and not in this process."""
-        return isinstance(self._workers, WorkerProcesses)
+        return isinstance(self.workers, WorkerProcesses)
 
     @property
     def llm(self) -> LLM:
@@ -215,7 +207,7 @@ class VLLMInProcess:
         return self._llm
 
     def settings(self) -> EngineSettings:
-        return self._workers.settings()
+        return self.workers.settings()
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
@@ -267,14 +259,10 @@ class VLLMInProcess:
 
     @foreign_errors("vLLM failed while it answered requests")
     def _step(self, limits: dict[str, float], now: float) -> tuple[list[RequestOutput], list[RequestOutput]]:
-        """Run one step of vLLM.
+        """Run one step of vLLM. `now` is the time on the clock of `limits`.
 
-        Args:
-            now: the time on the clock of `limits`.
-
-        Returns:
-            The outputs of the requests that this step has finished, and the partial outputs of other requests. The
-            finished requests are removed from `limits`.
+        Returns the outputs that this step has finished, whose requests leave `limits`, and the partial outputs of the
+        others.
         """
         with self._noting_failure():
             outputs: list[Any] = self._llm.llm_engine.step() if limits else []
@@ -312,10 +300,7 @@ class VLLMInProcess:
 
     @contextmanager
     def _abort_on_error(self, held: Collection[str]) -> Iterator[None]:
-        """After an error inside the context, let vLLM drop the requests in `held`.
-
-        Their answers must not reach the next call.
-        """
+        """After an error inside the context, let vLLM drop the requests in `held`: the next call gets none of them."""
         try:
             yield
         except BaseException:
@@ -371,7 +356,7 @@ class VLLMInProcess:
         with self._noting_failure():
             end_steps(self._llm.llm_engine)
 
-    def _prepare_push(self) -> None:
+    def prepare_push(self) -> None:
         self._refuse_requests()
         self._end_steps()
         self._wake_weights()
@@ -391,7 +376,7 @@ class VLLMInProcess:
                     )
 
     def begin_update(self) -> None:
-        self._prepare_push()
+        self.prepare_push()
         # vLLM drops its adapters at the end of an update.
         self.adapters.request = None
         if any(self.call(has_open_update)):
@@ -401,7 +386,7 @@ class VLLMInProcess:
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
         with self._noting_failure():
-            return self._workers.load(tensors, base)
+            return self.workers.load(tensors, base)
 
     def reset_caches(self) -> bool:
         engine = self._llm.llm_engine
@@ -421,8 +406,7 @@ class VLLMInProcess:
     def sleep(self) -> bool:
         """Give memory back. The engine refuses requests until the next push, which wakes it. No request may run.
 
-        Returns:
-            Whether the weights were discarded, so that the next push must send all of them.
+        Returns whether the weights were discarded, so that the next push must send all of them.
         """
         if not self.can_sleep:
             return False
@@ -436,8 +420,7 @@ class VLLMInProcess:
         if self.sleeping.is_asleep:
             raise LockstepError(
                 "vLLM sleeps between two pushes (vllm_enable_sleep_mode) and cannot be asked: push the "
-                "weights first, or leave "
-                "sleep mode out"
+                "weights first, or leave sleep mode out"
             )
 
     def _awake(self) -> None:
@@ -461,8 +444,10 @@ class VLLMInProcess:
         self._version = None
         if hasattr(self, "_llm"):
             with busy("stopping vLLM"):
-                if hasattr(self, "_workers"):
-                    self._workers.close()
+                if hasattr(self, "adapters"):
+                    self.adapters.close()
+                if hasattr(self, "workers"):
+                    self.workers.close()
                 shut_down(self._llm.llm_engine)
         self._resources.close()
 
@@ -510,12 +495,7 @@ def _memory(
 
 
 def workers_of(llm: LLM, transport: TransportChoice | None, timeout: float) -> OwnWorker | WorkerProcesses:
-    """The workers of an engine that was started.
-
-    Args:
-        transport: chooses how weights reach the workers; unused if the model is in this process.
-        timeout: seconds that one call of a worker may take.
-    """
+    """The workers of a started engine. Worker processes need a transport; one call may take `timeout` seconds."""
     if llm.llm_engine.vllm_config.parallel_config.world_size == 1:
         return OwnWorker(llm)
     if transport is None:
@@ -524,14 +504,9 @@ def workers_of(llm: LLM, transport: TransportChoice | None, timeout: float) -> O
 
 
 class OwnWorker:
-    """vLLM's only worker, in the trainer's own process. The tensors of a push pass by reference.
+    """vLLM's only worker, in the trainer's own process.
 
-    Args:
-        llm: vLLM's engine.
-
-    Attributes:
-        wire_dtype: None: tensors are not cast. The engine gets references to the trainer's tensors, and vLLM casts
-            them when it copies them.
+    It gets references to the trainer's tensors, and casts them when it copies them; no `wire_dtype` casts them before.
     """
 
     wire_dtype: torch.dtype | None = None
@@ -552,13 +527,6 @@ class OwnWorker:
         self._llm.finish_weight_update()
         (acknowledgement,) = self._llm.collective_rpc(_acknowledgement)
         return acknowledgement
-
-    def keep_adapter(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
-        """Copy the tensors of an adapter. vLLM loads the adapter afterwards."""
-        from lockstep.engines.vllm.port.lora import keep_adapter
-
-        (arrived,) = self._llm.collective_rpc(partial(keep_adapter, name=name, tensors=tensors))
-        return arrived
 
     def close(self) -> None:
         """Does nothing: the worker ends with the engine."""

@@ -18,11 +18,10 @@ _CLASSES = {IN_PROCESS_BACKEND: "InProcessWeightTransfer", SERVER_BACKEND: "Serv
 
 
 def register() -> None:
-    """Register our weight-transfer backends and norms with vLLM, make vLLM pass on the kept ids, and find a model's
-    files by name. On a GPU, convolutions round here as they do in the trainer.
+    """Register our weight-transfer backends and norms, carry the kept ids, and find a model's files by name.
 
-    vLLM may call this several times. In a worker process beside a trainer, also let the process end when the trainer
-    dies. A process that cannot answer any more ends too.
+    vLLM may call this several times. On a GPU, convolutions round here as they do in the trainer. A worker process
+    beside a trainer ends when the trainer dies, and any process that cannot answer any more ends too.
     """
     prepare_cuda()
     end_with_trainer()

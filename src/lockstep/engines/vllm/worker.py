@@ -71,11 +71,7 @@ class LockstepWorker:
         return {"probed": [asdict(m) for m in found.probed.values()], "unreached": list(found.unreached)}
 
     def lockstep_probe(self, names: str, seed: str, every: str, adapter: str = "") -> dict[str, str]:
-        """The output of each named module: float32 values, little-endian, base64.
-
-        Args:
-            adapter: name of the adapter that the modules use; empty: they use none.
-        """
+        """The output of each named module, with this adapter if one is named: float32 values, little-endian, base64."""
         from lockstep.engines.vllm.port.probe import probe_modules
 
         answers = probe_modules(self, tuple(json.loads(names)), int(seed), json.loads(every), adapter or None)
@@ -86,9 +82,7 @@ class LockstepWorker:
         return {"answer": load(WORKERS[question])(self, *json.loads(arguments))}
 
     def lockstep_pictures(self, digests: str) -> dict[str, str | None]:
-        """For each digest, the digest of the tensors that this worker has encoded under it; None: it has encoded
-        none.
-        """
+        """The digest of the tensors that this worker has encoded under each digest; None: it has encoded none."""
         from lockstep.engines.vllm.port.requests import recorded_digests
 
         return recorded_digests(self, json.loads(digests))
@@ -115,12 +109,10 @@ class LockstepWorker:
         """The bytes of a trainer's small buffer on this worker's GPU, or why it cannot be mapped."""
         return read_test_buffer(json.loads(handle), self.weight_transfer_engine.device)
 
-    # ---- adapters alone (`engines/servers/adapters.py`) -------------------------------------------------------------
+    # ---- adapters alone (`extras/lora_alone/server_adapters.py`) ----------------------------------------------------
 
     def lockstep_adapters(self) -> dict[str, Any] | None:
-        """The largest rank, the dtype, the room, and the names of the adapters held; None: vLLM was started without
-        LoRA.
-        """
+        """The largest rank, dtype, room, and names of the adapters held; None: vLLM was started without LoRA."""
         from lockstep.engines.vllm.port.lora import adapter_state
 
         return adapter_state(self)
@@ -130,9 +122,7 @@ class LockstepWorker:
         return {"digest": self.weight_transfer_engine.base_digest}
 
     def lockstep_reserve(self, run: str, seconds: str) -> dict[str, bool]:
-        """Reserve this engine for the push of one run (0 seconds: end it).
-
-        Returns whether no other run has reserved it.
+        """Reserve this engine for the push of one run (0 seconds: end it), if no other run has reserved it.
 
         The result is a dictionary, because vLLM converts values other than dictionaries and lists to text.
         """

@@ -1,4 +1,1 @@
-"""Agents of any framework make rollouts through an OpenAI-compatible endpoint in front of the engine.
-
-Also `lockstep gateway`.
-"""
+"""Agents of any framework make rollouts through an OpenAI-compatible endpoint (`lockstep gateway` runs them alone)."""

@@ -1,11 +1,10 @@
 """A call of an agent and its answer, as both APIs share them.
 
 A call may ask more of its turn than messages (`Wishes`): a tool call, at most one call, JSON, an end at further
-strings. None of it changes the distribution that the turn is sampled from. Other servers force a required call or
-JSON by a grammar. A run samples all its turns from one distribution and trains the same one, so here the model is
-free: what it samples is what is learned from. A turn that lacks what was asked for is answered as it is, and counted
-(`Counts.unmet`). An agent meets such a turn like any other malformed answer, and the reward says whether the model
-does better next time.
+strings. None of it changes the distribution that the turn is sampled from: a run samples all its turns from one
+distribution and trains the same one. Other servers force a required call or JSON by a grammar; here the model is free.
+A turn that lacks what was asked for is answered as it is, and counted (`Counts.unmet`). An agent meets such a turn like
+any other malformed answer, and the reward says whether the model does better next time.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class Wishes:
     Attributes:
         reads_calls: whether tool calls in the turn are given as calls. Otherwise they stay text.
         call: the function that must be called; the empty text: any function; None: none must be.
-        one_call: whether the answer may have one tool call at most. Further calls of the turn are left out of the
-            answer.
+        one_call: whether further calls of the turn are left out of the answer.
         is_json: whether the content must be JSON.
         logprobs: whether the answer tells the log-prob of each sampled id.
         stop: strings that end the turn. They are not part of the answer's text.
@@ -45,12 +43,7 @@ class Wishes:
     stop: tuple[str, ...] = ()
 
     def are_met(self, content: str, called: Sequence[str]) -> bool:
-        """Whether a turn has what was asked for.
-
-        Args:
-            content: its text outside thinking and calls.
-            called: names of the functions that it calls, in order.
-        """
+        """Whether a turn, with this text outside thinking and calls and these called functions, is as asked for."""
         if self.call is not None and not (self.call in called if self.call else called):
             return False
         if self.one_call and len(called) > 1:
@@ -59,23 +52,15 @@ class Wishes:
 
     def before_stop(self, text: str) -> str:
         """The text before the first stop string."""
-        return text[
-            : min((found for stop in self.stop if (found := text.find(stop)) >= 0), default=len(text))
-        ]
+        places = [found for stop in self.stop if (found := text.find(stop)) >= 0]
+        return text[: min(places, default=len(text))]
 
 
 NO_WISHES = Wishes()
 
 
 def read_wishes(request: Mapping[str, Any], limits: RunLimits, has_tools: bool) -> Wishes:
-    """The wishes of a request of either API.
-
-    Args:
-        has_tools: whether the request offers tools.
-
-    Raises:
-        Refused: a field has a value that has no meaning.
-    """
+    """The wishes of a request of either API; a `Refused` if a field has a value without a meaning."""
     reads_calls, call = _tool_choice(request.get("tool_choice"), has_tools)
     parallel = request.get("parallel_tool_calls")
     if parallel not in (None, True, False):
@@ -117,8 +102,7 @@ def _tool_choice(given: Any, has_tools: bool) -> tuple[bool, str | None]:
 
 def _wants_json(request: Mapping[str, Any]) -> bool:
     """Whether `response_format` (chat completions) or `text.format` (responses) asks for JSON."""
-    text = request.get("text")
-    given = request.get("response_format")
+    text, given = request.get("text"), request.get("response_format")
     if text is not None:
         if (
             not isinstance(text, Mapping)
@@ -129,23 +113,17 @@ def _wants_json(request: Mapping[str, Any]) -> bool:
         given = text.get("format")
     kind = given.get("type") if isinstance(given, Mapping) else given
     if kind not in (None, "text", "json_object", "json_schema"):
-        raise bad_value(
-            "response_format" if text is None else "text", f"the format {given!r:.80} is not supported"
-        )
+        name = "response_format" if text is None else "text"
+        raise bad_value(name, f"the format {given!r:.80} is not supported")
     return kind in ("json_object", "json_schema")
 
 
 def _stop(given: Any, of_run: Sequence[str]) -> tuple[str, ...]:
-    """The stop strings of a request that the run does not have.
-
-    Raises:
-        Refused: they are not texts, or too many.
-    """
+    """The stop strings of a request that the run does not have; a `Refused` if they are not texts, or too many."""
     found = [given] if isinstance(given, str) else given if given is not None else []
     if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
-        raise bad_value(
-            "stop", f"stop={given!r:.80}; it must be a text or a list of texts that are not empty"
-        )
+        wanted = "a text or a list of texts that are not empty"
+        raise bad_value("stop", f"stop={given!r:.80}; it must be {wanted}")
     if len(found) > _MOST_STOPS:
         raise bad_value("stop", f"stop has {len(found)} strings; at most {_MOST_STOPS} are supported")
     return tuple(dict.fromkeys(text for text in found if text not in of_run))
@@ -164,15 +142,14 @@ def _tell(request: Mapping[str, Any], wishes: Wishes, limits: RunLimits) -> None
         limits.tell(
             "tool_choice",
             f"an agent asks for tool_choice={request['tool_choice']!r:.80}: nothing forces the call, because "
-            f"the run samples all "
-            "turns from one distribution. Turns without it are answered as they are (agent/unmet counts them)",
+            "the run samples all turns from one distribution. Turns without it are answered as they are "
+            "(agent/unmet counts them)",
         )
     if wishes.is_json:
         limits.tell(
             "response_format",
             "an agent asks for JSON: nothing forces it, because the run samples all turns from one "
-            "distribution. Turns whose text "
-            "is no JSON are answered as they are (agent/unmet counts them)",
+            "distribution. Turns whose text is no JSON are answered as they are (agent/unmet counts them)",
         )
     if request.get("seed") is not None:
         limits.tell(
@@ -189,7 +166,6 @@ class Call:
     Attributes:
         messages: new messages, in the form of chat templates.
         tools: functions that the agent offers, in the form of chat templates.
-        wishes: what the agent asks of the turn.
         max_tokens: most tokens that the turn may have; None: as many as the rollout has room for.
         instructions: a system message that stands before all others, also before those of `previous`.
         previous: id of an earlier answer whose messages come before `messages`.
@@ -229,8 +205,7 @@ class Answer:
     Attributes:
         name: names the answer within its rollout. The APIs' ids are made of it.
         content: the turn's text without its thinking and its tool calls.
-        reasoning: the thinking. None: there is none, or it is part of the content because the chat template has no
-            field for it.
+        reasoning: the thinking. None: there is none, or the chat template has no field for it and it is in the content.
         prompt_tokens: number of ids before the turn.
         completion_tokens: number of sampled ids, the end token included.
         logprobs: the text and the log-prob of each sampled id, in order. None: the agent did not ask for them.
@@ -256,8 +231,7 @@ class Answer:
 class Partial:
     """The beginning of an answer while its turn is sampled. The finished answer begins with these texts.
 
-    Attributes:
-        reasoning: the thinking. None: no thinking is known yet. It is whole if there is content.
+    The thinking is None while none is known, and whole if there is content.
     """
 
     reasoning: str | None

@@ -1,7 +1,4 @@
-"""Messages of an agent's calls, in the form that chat templates read, and in one normal form for comparisons.
-
-They are made from requests, and compared to find the turn that a call continues.
-"""
+"""Messages of an agent's calls, as chat templates read them, and in a normal form that finds the turn they continue."""
 
 from __future__ import annotations
 
@@ -31,15 +28,12 @@ def template_message(given: Any, param: str) -> Message:
     Raises:
         Refused: it is not such a message, or contains more than text, images and tool calls.
     """
-    if (
-        not isinstance(given, Mapping)
-        or not isinstance(given.get("role"), str)
-        or given["role"] not in _ROLES
-    ):
+    named = given.get("role") if isinstance(given, Mapping) else None
+    if not isinstance(named, str) or named not in _ROLES:
         raise bad_value(param, f"{param} needs a role out of {', '.join(_ROLES)}")
     if unknown := [name for name, value in given.items() if name not in _FIELDS and value]:
         raise bad_value(f"{param}.{unknown[0]}", f"{param}.{unknown[0]} is not supported; leave it out")
-    role = _ROLES[given["role"]]
+    role = _ROLES[named]
     read = content_of if role in _SHOWING_ROLES else text_of
     message: Message = {"role": role, "content": read(given.get("content"), f"{param}.content")}
     for name in ("name", "tool_call_id", THINKING):
@@ -53,22 +47,14 @@ def template_message(given: Any, param: str) -> Message:
 
 
 def checked_text(value: Any, param: str) -> str:
-    """A field that is a text.
-
-    Raises:
-        Refused: it is none.
-    """
+    """A field that is a text; a `Refused` if it is none."""
     if not isinstance(value, str):
         raise bad_value(param, f"{param}={value!r:.80}; it must be a text")
     return value
 
 
 def template_call(call: Any, param: str) -> dict[str, Any]:
-    """A tool call of an assistant message, with its arguments as an object where they are one.
-
-    Raises:
-        Refused: it is not a call of a function.
-    """
+    """A call of a function in an assistant message (else `Refused`), with its arguments read as JSON."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise bad_value(param, f"{param} must be calls of functions, each with a name and arguments")
@@ -105,64 +91,42 @@ def _url_of(part: Mapping[str, Any], param: str) -> str:
     given = part.get("image_url")
     fields = given if isinstance(given, Mapping) else {**part, "url": given}
     if fields.get("detail") not in (None, "auto"):
-        raise bad_value(
-            param,
-            f"{param} asks for detail={fields['detail']!r:.40}; the run sets the sizes of images (max_pixels)",
-        )
+        asked = f"{param} asks for detail={fields['detail']!r:.40}"
+        raise bad_value(param, f"{asked}; the run sets the sizes of images (max_pixels)")
     url = fields.get("url")
     if not isinstance(url, str) or not (is_data_url(url) or is_url(url)):
-        raise bad_value(
-            param, f"{param} has an image without a data: URL or an http(s) URL that image_urls allows"
-        )
+        wanted = "a data: URL or an http(s) URL that image_urls allows"
+        raise bad_value(param, f"{param} has an image without {wanted}")
     return url
 
 
 def text_of(content: Any, param: str) -> str:
-    """The text of a message's content: a string, or parts of text. None is the empty text.
-
-    Raises:
-        Refused: the content has other parts, for example an image.
-    """
+    """The text of a message's content: a string, or parts of text (else `Refused`). None is the empty text."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts = content if isinstance(content, list) else [content]
-    if not all(
-        isinstance(p, Mapping) and p.get("type") in _TEXT_PARTS and isinstance(p.get("text"), str)
-        for p in parts
-    ):
-        raise bad_value(
-            param,
-            f"{param} must be text; only users and tools may show images, and other parts are not supported",
-        )
-    return "".join(part["text"] for part in parts)
+    found = ""
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS else None
+        if not isinstance(text, str):
+            why = "only users and tools may show images, and other parts are not supported"
+            raise bad_value(param, f"{param} must be text; {why}")
+        found += text
+    return found
 
 
 def function_tools(tools: Any) -> tuple[dict[str, Any], ...]:
-    """Tools as chat templates read them.
-
-    Both APIs' forms are accepted: `{"function": {…}}`, and the same fields without it.
-
-    Raises:
-        Refused: a tool is not a function.
-    """
+    """Functions (else `Refused`) as chat templates read them. Both APIs' forms are accepted."""
     if not isinstance(tools, list | None):
         raise bad_value("tools", "tools must be a list of functions")
     found = []
     for tool in tools or ():
-        function = (
-            tool.get("function", tool)
-            if isinstance(tool, Mapping) and tool.get("type") == "function"
-            else None
-        )
+        is_function = isinstance(tool, Mapping) and tool.get("type") == "function"
+        function = tool.get("function", tool) if is_function else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise bad_value(
-                "tools", "every tool must be a function of the agent's own: type 'function', with a name"
-            )
-        kept = {
-            name: function[name]
-            for name in ("name", "description", "parameters")
-            if function.get(name) is not None
-        }
+            wanted = "a function of the agent's own: type 'function', with a name"
+            raise bad_value("tools", f"every tool must be {wanted}")
+        fields = ("name", "description", "parameters")
+        kept = {name: function[name] for name in fields if function.get(name) is not None}
         checked_text(kept.get("description", ""), "tools.function.description")
         if not isinstance(kept.get("parameters", {}), Mapping):
             raise bad_value("tools", "the parameters of a tool must be a JSON schema: an object")
@@ -173,9 +137,8 @@ def function_tools(tools: Any) -> tuple[dict[str, Any], ...]:
 def normal_form(message: Message) -> str:
     """A text that is the same for two messages that say the same.
 
-    White space around an assistant's text does not count, because many frameworks remove it from the answers that
-    they got. Its thinking does not count, because most of them do not send it back. The order of a tool call's
-    arguments does not count either.
+    White space around an assistant's text does not count, because many frameworks remove it from the answers that they
+    got. Its thinking does not count, because most of them do not send it back.
     """
     if message["role"] == "assistant":
         message = {name: value for name, value in message.items() if name != THINKING}

@@ -1,8 +1,7 @@
 """The agents of a run: a user's agent makes each rollout, by calls to the gateway.
 
 An agent is a Python function that runs in a thread, or a command that runs in a process. It gets the base URL and the
-key of its rollout, and the rollout ends with it. `AgentProgram` starts it and serves its calls; what rewards and
-reports need is left in the notes of the conversation. `RolloutAgents` has the same methods as `RolloutTools`
+key of its rollout, and the rollout ends with it. `RolloutAgents` has the same methods as `RolloutTools`
 (`run/programs.py`): a run has either tools or agents. The rank that holds the engine serves the gateway and runs the
 agents.
 """
@@ -63,11 +62,10 @@ class Agent:
     """A user's agent.
 
     Attributes:
-        function: called as `function(base_url, api_key, row)` in a thread of its own. A coroutine function gets a
-            loop there.
-        command: words of a command line. The row is JSON on its standard input; `OPENAI_BASE_URL` and
-            `OPENAI_API_KEY` are in its environment. If the last line of its output is a JSON object with `reward`,
-            this is the reward.
+        function: called as `function(base_url, api_key, row)` in a thread of its own. A coroutine function gets a loop
+            there.
+        command: words of a command line. The row is JSON on its standard input; `OPENAI_BASE_URL` and `OPENAI_API_KEY`
+            are in its environment. If the last line of its output is a JSON object with `reward`, this is the reward.
         timeout: seconds that one rollout may take.
     """
 
@@ -88,19 +86,14 @@ class Agent:
                 killed: it goes on alone, and its calls are refused.
             InputError: the reward is not a finite number, or the row cannot be written as JSON for a command.
         """
-        work = (
-            self._call(base_url, api_key, row)
-            if self.command is None
-            else self._execute(base_url, api_key, row)
-        )
+        work = self._call if self.command is None else self._execute
+        who = f"agent {self.name}"
         try:
-            with waiting(f"agent {self.name}", self.timeout):
-                found = await asyncio.wait_for(work, self.timeout)
+            with waiting(who, self.timeout):
+                found = await asyncio.wait_for(work(base_url, api_key, row), self.timeout)
         except TimeoutError:
-            raise AgentFailed(
-                f"agent {self.name} did not end within {self.timeout:g} s (agent_timeout)"
-            ) from None
-        return checked_reward(found, f"agent {self.name}")
+            raise AgentFailed(f"{who} did not end within {self.timeout:g} s (agent_timeout)") from None
+        return checked_reward(found, who)
 
     async def _call(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
         def work() -> Any:
@@ -112,9 +105,8 @@ class Agent:
         if error is not None:
             advice = ""
             if isinstance(error, TypeError) and self.function is not None:
-                advice = not_callable_as(
-                    self.function, "agent(base_url, api_key, row)", base_url, api_key, row
-                )
+                called = "agent(base_url, api_key, row)"
+                advice = not_callable_as(self.function, called, base_url, api_key, row)
             raise AgentFailed(f"agent {self.name} raised {type(error).__name__}: {error}{advice}") from error
         return result
 
@@ -135,9 +127,8 @@ class Agent:
                     env=_environment(base_url, api_key),
                 )  # fmt: skip
             except OSError as error:
-                raise InputError(
-                    f"agent command {self.command[0]} cannot be started: {error.strerror}"
-                ) from error
+                why = f"cannot be started: {error.strerror}"
+                raise InputError(f"agent command {self.command[0]} {why}") from error
             killer.add(process.pid)
             ended = _in_thread(process.wait)
             try:
@@ -153,11 +144,7 @@ class Agent:
 
 
 def checked_reward(found: Any, name: str) -> Reward:
-    """A reward as a float.
-
-    Raises:
-        InputError: it is neither None nor a finite number.
-    """
+    """A reward as a float; an `InputError` if it is neither None nor a finite number."""
     if found is None:
         return None
     try:
@@ -165,9 +152,8 @@ def checked_reward(found: Any, name: str) -> Reward:
     except OverflowError:
         reward = math.inf
     if not math.isfinite(reward):
-        raise InputError(
-            f"the reward of {name} is {found!r:.80}; it must be a finite number, or None for no reward"
-        )
+        wanted = "a finite number, or None for no reward"
+        raise InputError(f"the reward of {name} is {found!r:.80}; it must be {wanted}")
     return reward
 
 
@@ -177,11 +163,9 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 def _in_thread(work: Callable[[], Any]) -> asyncio.Future[tuple[Any, BaseException | None]]:
     """What work returns or raises, in a thread of its own: what blocks holds up no other agent and not the gateway."""
-    # Not as the exception of the future: a cancellation would be one of this rollout, and StopIteration is not
-    # allowed there.
+    # Not as the exception of the future: a cancellation would be one of this rollout.
     found: Future[tuple[Any, BaseException | None]] = Future()
-    # A running future cannot be cancelled: at a time limit the caller waits no longer, and the thread still sets its
-    # result.
+    # A running future cannot be cancelled: after a time limit the thread still sets its result.
     found.set_running_or_notify_cancel()
 
     def run() -> None:
@@ -222,29 +206,14 @@ def _reward_in(output: str) -> Any:
 # The name under which the rewards that agents return are scored.
 AGENT_REWARD = "agent"
 # A tool that every template with tools shows, and the number of sets of tools whose extensions are kept.
-_ANY_TOOL = (
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Look.",
-            "parameters": {
-                "type": "object",
-                "properties": {"place": {"type": "string", "description": "Where."}},
-            },
-        },
-    },
-)
+_PARAMETERS = {"type": "object", "properties": {"place": {"type": "string", "description": "Where."}}}
+_LOOK = {"name": "look", "description": "Look.", "parameters": _PARAMETERS}
+_ANY_TOOL: tuple[dict[str, Any], ...] = ({"type": "function", "function": _LOOK},)
 _KEPT = 64
 
 
 class Extensions:
     """The extension for each set of tools that agents offer, made when it is first needed.
-
-    Args:
-        end_ids: ids that end a turn.
-        tool_format: the format of tool calls (`tokens/tool_calls.py`). None: the format that the chat template shows.
-        placeholder: the id that stands for a part of an image; None: the run shows no images.
 
     Raises:
         InputError: the tokenizer has no chat template, or its conversations cannot be extended.
@@ -281,9 +250,8 @@ class Extensions:
                     raise
                 # If the template shows no tools at all, the run ends here. Otherwise it is about these ones.
                 self(_ANY_TOOL)
-                raise bad_value(
-                    "tools", f"these tools cannot be shown to the model: {error!s:.300}"
-                ) from error
+                why = f"these tools cannot be shown to the model: {error!s:.300}"
+                raise bad_value("tools", why) from error
             # An agent may describe its tools in another way at each call.
             while len(self._made) >= _KEPT:
                 del self._made[next(other for other in self._made if other != "[]")]
@@ -295,20 +263,14 @@ class Extensions:
         asked = [{"role": "user", "content": "asked"}]
         if tools and len(made.prompt(asked)) == len(self(()).prompt(asked)):
             raise InputError(
-                "the agent offers tools, and the chat template does not show them to the model: use a "
-                "template with tools, or "
-                "let the agent describe its tools in a message and offer none"
+                "the agent offers tools, and the chat template does not show them to the model: use a template "
+                "with tools, or let the agent describe its tools in a message and offer none"
             )
         return made
 
 
 class AgentProgram:
-    """The program of all rollouts of a run.
-
-    Args:
-        extensions: how messages become ids.
-        images: reads the images of messages; None: the run shows none.
-    """
+    """The program of all rollouts of a run. `images` reads the images of messages; None: the run shows none."""
 
     def __init__(
         self, agent: Agent, gateway: Gateway, extensions: Extensions, images: ImagePrompts | None = None
@@ -333,9 +295,8 @@ class AgentProgram:
             self._gateway.end(key)
             await recording.end()
         if not recording.counts.answered:
-            conversation.notes.setdefault(
-                "failed", f"agent {self._agent.name} ended without an answered call"
-            )
+            why = f"agent {self._agent.name} ended without an answered call"
+            conversation.notes.setdefault("failed", why)
         if reward is not None:
             conversation.notes["rewards"] = {AGENT_REWARD: reward}
         conversation.notes.update(recording.notes())
@@ -346,9 +307,8 @@ class AgentProgram:
         row = {"prompt": prompt.source, "seed": conversation.environment_seed, **prompt.columns}
         if prompt.pictures is not None:
             row = await asyncio.to_thread(with_image_urls, row)
-        work: asyncio.Future[Any] = asyncio.ensure_future(
-            self._agent.run(self._gateway.base_url(key), key, row)
-        )
+        run = self._agent.run(self._gateway.base_url(key), key, row)
+        work: asyncio.Future[Any] = asyncio.ensure_future(run)
         try:
             both: list[asyncio.Future[Any]] = [work, recording.failure]
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -401,10 +361,7 @@ class RolloutAgents:
     def open(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], images: ImagePrompts | None = None
     ) -> None:
-        """Prepare the conversations of this tokenizer.
-
-        Args:
-            images: reads the images of prompts and of agents' messages; None: the run shows none.
+        """Prepare the conversations of this tokenizer. `images` reads images; None: the run shows none.
 
         Raises:
             InputError: the tokenizer has no chat template, or its conversations cannot be extended.
@@ -415,9 +372,7 @@ class RolloutAgents:
         self._extensions = Extensions(tokenizer, end_ids, arguments, self._config.tool_format, placeholder)
 
     def start(self) -> AgentProgram:
-        """Start the gateway, and return the program of the run's rollouts.
-
-        On the rank that holds the engine, after `open`.
+        """Start the gateway, and return the program of the rollouts. On the rank that holds the engine, after `open`.
 
         Raises:
             InputError: the gateway cannot listen on its address.
@@ -431,20 +386,14 @@ class RolloutAgents:
         return AgentProgram(self._agent, self._gateway, self._extensions, self._images)
 
     def prompt_ids(self, row: Mapping[str, Any]) -> Ids:
-        """Ids of a row's prompt. An agent may ask something else: then they are not used.
-
-        Raises:
-            InputError: the prompt cannot be tokenized.
-        """
+        """Ids of a row's prompt; an `InputError` if it cannot be tokenized. An agent may ask something else."""
         assert self._tokenizer is not None
         assert self._extensions is not None
         if self._images is not None and isinstance(row["prompt"], list):
             return self._extensions(()).prompt(row["prompt"])
-        arguments = self._config.template_arguments
-        special = self._config.add_special_tokens
-        return whole_numbers(
-            render_prompt(row["prompt"], self._tokenizer, arguments, add_special_tokens=special)
-        )
+        arguments, special = self._config.template_arguments, self._config.add_special_tokens
+        ids = render_prompt(row["prompt"], self._tokenizer, arguments, add_special_tokens=special)
+        return whole_numbers(ids)
 
     def beside_environments(self, work: Callable[[], T], limit: float) -> T:
         """The result of work that needs nothing of another thread."""
@@ -457,20 +406,12 @@ class RolloutAgents:
         """Nothing is kept until rollouts are scored."""
 
     def metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """What the calls of the agents were, per rollout.
-
-        Returns:
-            `agent/` and each name of `recording.Counts`; `agent/branches`; and `agent/failed`, the share of the
-            rollouts whose agent failed.
-        """
+        """What the calls of the agents were, per rollout: the names of `recording.Counts`, `branches` and `failed`."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        found = {
-            f"agent/{name}": sum(rollout.notes["agent"][name] for rollout in rollouts) / len(rollouts)
-            for name in Counts.__slots__
-        }
-        found["agent/branches"] = sum(len(rollout.branches) for rollout in rollouts) / len(rollouts)
-        found["agent/failed"] = sum(rollout.failed is not None for rollout in rollouts) / len(rollouts)
-        return found
+        sums = {name: sum(r.notes["agent"][name] for r in rollouts) for name in Counts.__slots__}
+        sums["branches"] = sum(len(r.branches) for r in rollouts)
+        sums["failed"] = sum(r.failed is not None for r in rollouts)
+        return {f"agent/{name}": found / len(rollouts) for name, found in sums.items()}
 
     def close(self) -> None:
         """Stop the gateway."""
@@ -480,11 +421,7 @@ class RolloutAgents:
 
 
 def agent_of(agent: Any, timeout: float) -> Agent:
-    """A user's agent.
-
-    Raises:
-        InputError: it is neither a function nor a command line.
-    """
+    """A user's agent; an `InputError` if it is neither a function nor a command line."""
     if callable(agent):
         return Agent(agent, None, timeout)
     if not isinstance(agent, str) or not agent.strip():
@@ -494,9 +431,8 @@ def agent_of(agent: Any, timeout: float) -> Agent:
     try:
         words = shlex.split(agent)
     except ValueError as error:
-        raise InputError(
-            f"the agent's command line {agent!r:.80} cannot be split into words: {error}"
-        ) from error
+        why = f"cannot be split into words: {error}"
+        raise InputError(f"the agent's command line {agent!r:.80} {why}") from error
     return Agent(None, tuple(words), timeout)
 
 
@@ -506,6 +442,5 @@ def _check(config: OnlineConfig) -> None:
     if config.agent_timeout >= config.generation_timeout:
         raise InputError(
             f"agent_timeout={config.agent_timeout:g} must be below {config.generation_timeout:g} s, the time "
-            f"for which the engine "
-            "waits while no agent asks anything; raise vllm_server_timeout"
+            "for which the engine waits while no agent asks anything; raise vllm_server_timeout"
         )

@@ -1,7 +1,4 @@
-"""OpenAI's chat completions: a request becomes a call, and the answer becomes a completion or its stream.
-
-It answers `/chat/completions`.
-"""
+"""OpenAI's chat completions (`/chat/completions`): a request becomes a call, the answer a completion or its stream."""
 
 from __future__ import annotations
 
@@ -70,30 +67,18 @@ def whole(request: Mapping[str, Any], answers: Sequence[Answer], limits: RunLimi
 
 
 def _choice(place: int, answer: Answer) -> dict[str, Any]:
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": answer.content,
-        "refusal": None,
-        "annotations": [],
-    }
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    message |= {"refusal": None, "annotations": []}
     if answer.reasoning is not None:
         message[THINKING] = answer.reasoning
     if answer.calls:
         message |= {"content": answer.content or None, "tool_calls": _calls(answer)}
-    return {
-        "index": place,
-        "message": message,
-        "logprobs": _logprobs(answer),
-        "finish_reason": _finish_reason(answer),
-    }
+    about = {"logprobs": _logprobs(answer), "finish_reason": _finish_reason(answer)}
+    return {"index": place, "message": message, **about}
 
 
 class Events:
-    """The events of a streamed answer, in the order of these methods.
-
-    Args:
-        name, created: those of the answer.
-    """
+    """The events of a streamed answer, in the order of these methods. `name` and `created` are the answer's."""
 
     def __init__(self, request: Mapping[str, Any], name: str, created: int, limits: RunLimits) -> None:
         self._head = _head(name, created, "chat.completion.chunk", limits)
@@ -145,12 +130,9 @@ def _finish_reason(answer: Answer) -> str:
 def _logprobs(answer: Answer) -> dict[str, Any] | None:
     if answer.logprobs is None:
         return None
-    # One id may be a part of a character. Such a part alone is not valid text, and OpenAI's field for its bytes stays
-    # empty.
-    tokens: list[dict[str, Any]] = [
-        {"token": text, "logprob": value, "bytes": None, "top_logprobs": []}
-        for text, value in answer.logprobs
-    ]
+    # One id may be a part of a character, which is not valid text. OpenAI's field for its bytes stays empty.
+    empty: dict[str, Any] = {"bytes": None, "top_logprobs": []}
+    tokens = [{"token": text, "logprob": value, **empty} for text, value in answer.logprobs]
     return {"content": tokens, "refusal": None}
 
 

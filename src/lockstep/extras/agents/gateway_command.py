@@ -1,9 +1,7 @@
 """`lockstep gateway`: runs an agent on every prompt of a dataset, and writes the rollouts with their ids.
 
-Nothing is learned.
-
-It tries an agent before training, or makes rollouts for inspection. The engine, its weights and every id are proven
-as in training.
+Nothing is learned. It tries an agent before training, or makes rollouts for inspection. The engine, its weights and
+every id are proven as in training.
 """
 
 from __future__ import annotations
@@ -81,25 +79,16 @@ def _record(arguments: GatewayArguments, config: Any) -> int:
     finally:
         trainer.close()
     # Nothing that was sampled is lost to a column that is not JSON, such as a picture.
-    lines = [
-        json.dumps(line, ensure_ascii=False, default=kind_in_json)
-        for group in groups
-        for line in lines_of(group)
-    ]
+    found = [line for group in groups for line in lines_of(group)]
+    lines = [json.dumps(line, ensure_ascii=False, default=kind_in_json) for line in found]
     replace_text(Path(arguments.rollouts_file), "".join(f"{line}\n" for line in lines))
-    count = sum(len(group.rollouts) for group in groups)
-    say(
-        f"lockstep gateway: {count} rollouts of {len(groups)} prompts are in {arguments.rollouts_file}",
-        flush=True,
-    )
+    made = f"{len(lines)} rollouts of {len(groups)} prompts"
+    say(f"lockstep gateway: {made} are in {arguments.rollouts_file}", flush=True)
     return 0
 
 
 def lines_of(group: Any) -> Iterator[dict[str, Any]]:
-    """Each rollout of a group in JSON types.
-
-    Every branch has its ids, which of them were sampled, and their log-probs.
-    """
+    """Each rollout of a group in JSON types: the ids of every branch, which of them were sampled, and log-probs."""
     for rollout in group.rollouts:
         yield {
             "prompt_id": rollout.key.prompt_id,
@@ -108,16 +97,16 @@ def lines_of(group: Any) -> Iterator[dict[str, Any]]:
             "reward": rollout.reward if rollout.scored else None,
             "scores": dict(rollout.scores),
             "notes": dict(rollout.notes),
-            "branches": [
-                {
-                    "prompt_ids": branch.prompt_ids.tolist(),
-                    "token_ids": branch.token_ids.tolist(),
-                    "sampled": [True] * len(branch.token_ids)
-                    if branch.sampled is None
-                    else branch.sampled.tolist(),
-                    "logprobs": branch.logprobs.tolist(),
-                    "finish_reason": branch.finish_reason,
-                }
-                for branch in rollout.branches
-            ],
+            "branches": [_branch(branch) for branch in rollout.branches],
         }
+
+
+def _branch(branch: Any) -> dict[str, Any]:
+    count = len(branch.token_ids)
+    return {
+        "prompt_ids": branch.prompt_ids.tolist(),
+        "token_ids": branch.token_ids.tolist(),
+        "sampled": [True] * count if branch.sampled is None else branch.sampled.tolist(),
+        "logprobs": branch.logprobs.tolist(),
+        "finish_reason": branch.finish_reason,
+    }

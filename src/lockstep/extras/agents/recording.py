@@ -1,8 +1,8 @@
 """Answers the calls of one rollout, and records the ids of each.
 
-Calls come from the thread of `web.py`. They run in the event loop of the rollout, one after the other, on the
-rollout's `Conversation`. There is one `Turns` per rollout: it finds the longest known beginning of a call's messages,
-and the ids of that turn are continued. For other messages the chat template makes the ids, and the rollout branches.
+Calls run in the event loop of the rollout, one after the other, on its `Conversation`. `Turns` finds the longest known
+beginning of a call's messages, and the ids of that turn are continued. For other messages the chat template makes the
+ids, and the rollout branches.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class KnownTurn:
         context_ids: (C,) the ids after which the turn was sampled.
         turn_ids: (S,) the sampled ids.
         asked: number of messages before the first sampled turn of the conversation.
-        finish_reasons: the finish reason of each assistant's turn after those messages. None: it was not sampled in
-            this rollout.
+        finish_reasons: that of each assistant's turn after those messages. None: it was not sampled in this rollout.
     """
 
     messages: tuple[Message, ...]
@@ -62,19 +61,11 @@ class Turns:
         self._turns: dict[bytes, KnownTurn] = {}
 
     def add(self, turn: KnownTurn, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
-        """Remember a turn.
-
-        Args:
-            messages: the conversation up to this turn and with it, as the client knows it. Of two turns with equal
-                messages, calls extend the later one.
-        """
+        """Remember a turn, the end of these messages as the client knows them. Of equal ones, the later turn counts."""
         self._turns[_digests(messages, tools)[-1]] = turn
 
     def longest(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> KnownTurn | None:
-        """The turn whose messages are the longest beginning of `messages`, which go on after it.
-
-        None: there is none.
-        """
+        """The turn whose messages are the longest beginning of `messages`, which go on after it."""
         for digest in reversed(_digests(messages, tools)[:-1]):
             if digest in self._turns:
                 return self._turns[digest]
@@ -126,7 +117,6 @@ class Recording:
     """One rollout that answers calls. It must be made in the event loop of the rollout.
 
     Args:
-        extensions: gives the extension for the tools of a call.
         images: reads the images of messages; None: the run shows none.
 
     Attributes:
@@ -139,8 +129,7 @@ class Recording:
     ) -> None:
         self._conversation, self._extensions, self._images = conversation, extensions, images
         self._loop = asyncio.get_running_loop()
-        # Calls of one rollout wait for each other: each may use all room that is left, and their order decides their
-        # seeds.
+        # Calls of one rollout wait for each other: each may use all room that is left, and their order makes seeds.
         self._turn = asyncio.Lock()
         self._turns = Turns()
         self._answers: dict[str, Answer] = {}
@@ -156,12 +145,9 @@ class Recording:
         self.failure: asyncio.Future[None] = self._loop.create_future()
 
     def submit(self, call: Call, listener: Listener | None = None) -> Future[Answer]:
-        """Begin to answer a call.
+        """Begin to answer a call, from any thread. Cancelling the future cancels the call, and its request.
 
-        Any thread may call it. Cancelling the future cancels the call, and its request in the engine.
-
-        Args:
-            listener: follows the answer while its turn is sampled. It hears nothing of an answer that is repeated.
+        The listener follows the answer while its turn is sampled, and hears nothing of a repeated answer.
 
         Raises:
             Refused: the rollout has ended.
@@ -213,10 +199,8 @@ class Recording:
             raise bad_value("messages", "the last message is the assistant's; there is nothing to answer")
         try:
             known = self._turns.longest(messages, call.tools)
-            new = tuple(
-                _in_form(m, extension.conventions)
-                for m in messages[len(known.messages) if known is not None else 0 :]
-            )
+            start = len(known.messages) if known is not None else 0
+            new = tuple(_in_form(m, extension.conventions) for m in messages[start:])
             new = await self._with_pictures(known, new)
             context = self._context(extension, known, new)
             shown = self._placed(context, known, new)
@@ -242,8 +226,7 @@ class Recording:
             # Frameworks look for the words "context length" and then take the conversation as cut.
             raise no_room(
                 f"{error}: the rollout's budget (max_completion_length) or the model's context length "
-                f"(vllm_max_model_length) is "
-                "used up"
+                "(vllm_max_model_length) is used up"
             ) from error
         parsed = extension.read(turn.token_ids)
         answer = self._written(call, extension, turn, parsed, name, created, len(context))
@@ -252,10 +235,8 @@ class Recording:
         self._messages[answer.name] = conversation[call.instructions is not None :]
         # The template gets a turn as it was sampled, with its thinking, which most clients do not send back.
         before, asked, reasons = _earlier(known, messages, new)
-        said = _with_ids(parsed.message, answer)
-        added = KnownTurn(
-            (*before, *new, said), context, turn.token_ids, asked, (*reasons, turn.finish_reason)
-        )
+        said, reasons = _with_ids(parsed.message, answer), (*reasons, turn.finish_reason)
+        added = KnownTurn((*before, *new, said), context, turn.token_ids, asked, reasons)
         self._turns.add(added, conversation, call.tools)
         self._last = conversation, added
         return answer
@@ -265,9 +246,8 @@ class Recording:
         earlier: tuple[Message, ...] = ()
         if call.previous is not None:
             if call.previous not in self._messages:
-                raise bad_value(
-                    "previous_response_id", "previous_response_id names no response of this rollout"
-                )
+                name = "previous_response_id"
+                raise bad_value(name, f"{name} names no response of this rollout")
             earlier = self._messages[call.previous]
         return (*([call.instructions] if call.instructions is not None else []), *earlier, *call.messages)
 
@@ -306,22 +286,19 @@ class Recording:
         """The pictures of the ids before a turn."""
         if self._images is None:
             return None
-        return self._images.placed(
-            context, pictures_in([*(known.messages if known is not None else ()), *new])
-        )
+        before = known.messages if known is not None else ()
+        return self._images.placed(context, pictures_in([*before, *new]))
 
     def _continued(self, context: Ids, shown: PromptPictures | None) -> Branch:
         """The branch that ends with these ids and pictures: an old one that they continue exactly, or a new one."""
-        conversation = self._conversation
-        found = [
-            (len(b.ids), i) for i, b in enumerate(conversation.branches) if _continues(context, shown, b)
-        ]
+        branches = list(enumerate(self._conversation.branches))
+        found = [(len(b.ids), place) for place, b in branches if _continues(context, shown, b)]
         if not found:
-            branch = conversation.branch(context, shown)
+            branch = self._conversation.branch(context, shown)
             branch.insert(context[:0], room_after=1)
             return branch
         length, place = max(found)
-        branch = conversation.branches[place]
+        branch = self._conversation.branches[place]
         branch.insert(context[length:], room_after=1, pictures=shown)
         return branch
 
@@ -342,18 +319,17 @@ class Recording:
         calls = parsed.calls if wishes.reads_calls else ()
         content = wishes.before_stop(shown.content)
         self.counts.unmet += not wishes.are_met(content, [c.name for c in calls])
+        answered = tuple(
+            # Some models write ids of their own, which their templates expect to see again.
+            AnsweredCall(c.id or self._made_up(f"call {i}", 9), c.name, _as_text(c.arguments))
+            for i, c in enumerate(calls[:1] if wishes.one_call else calls)
+        )
         answer = Answer(
             name=name,
             created=created,
             content=content,
             reasoning=shown.reasoning,
-            calls=tuple(
-                # Some models write ids of their own, which their templates expect to see again.
-                AnsweredCall(
-                    c.id or self._made_up(f"call {i}", 9), c.name, json.dumps(c.arguments, ensure_ascii=False)
-                )
-                for i, c in enumerate(calls[:1] if wishes.one_call else calls)
-            ),
+            calls=answered,
             finish_reason=turn.finish_reason,
             prompt_tokens=before,
             completion_tokens=len(turn.token_ids),
@@ -368,16 +344,18 @@ class Recording:
         return tuple(zip(texts, map(float, turn.logprobs), strict=True))
 
     def _made_up(self, use: str, length: int) -> str:
-        """An id of letters and digits.
+        """An id of letters and digits (Mistral's wants nine).
 
-        It depends on the rollout's seed and the number of the turn only, because templates show the
-        ids of tool calls to the model. (Mistral's wants nine characters.)"""
+        Templates show the ids of tool calls to the model, so it depends on the seed and the number of the turn only.
+        """
         text = f"{self._conversation.seed} {self.counts.answered} {use}"
         return hashlib.blake2b(text.encode()).hexdigest()[:length]
 
     def notes(self) -> dict[str, Any]:
-        """The conversation of the last answer as reward functions get it (`prompt` and `messages`), the
-        `finish_reasons` of its assistant's turns (None: the agent wrote the turn itself), and the counts as `agent`."""
+        """The last answer's conversation for reward functions (`prompt`, `messages`, `finish_reasons`), and the counts.
+
+        A finish reason of None: the agent wrote the turn itself.
+        """
         counts = {"agent": asdict(self.counts)}
         if self._last is None:
             return {"prompt": [], "messages": [], "finish_reasons": [], **counts}
@@ -390,9 +368,7 @@ class Recording:
 def _earlier(
     known: KnownTurn | None, messages: tuple[Message, ...], new: tuple[Message, ...]
 ) -> tuple[tuple[Message, ...], int, tuple[FinishReason | None, ...]]:
-    """What is known of a conversation before its new messages: messages, number of messages that were asked, finish
-    reasons.
-    """
+    """What is known before the new messages: messages, the number of those that were asked, finish reasons."""
     if known is None:
         return (), len(messages), ()
     written = sum(message["role"] == "assistant" for message in new)
@@ -408,14 +384,8 @@ def _continues(context: Ids, shown: PromptPictures | None, branch: Branch) -> bo
 
 
 def _images_in(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    contents = (message["content"] for message in messages)
-    return [
-        part
-        for content in contents
-        if isinstance(content, list)
-        for part in content
-        if part.get("type") == "image"
-    ]
+    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+    return [part for content in contents for part in content if part.get("type") == "image"]
 
 
 def _each_image(message: Message, own: Callable[[str], dict[str, Any]]) -> Message:

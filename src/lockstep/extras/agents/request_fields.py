@@ -1,9 +1,8 @@
 """Checks the fields of a request that would change what is sampled, and makes the errors that an agent gets.
 
 A run samples from one distribution and trains the same one. A field that asks for another distribution is therefore
-refused, and so is every field that the gateway does not know. Fields that ask something of the turn without another
-distribution are not refused here. The modules of the gateway raise `Refused`, and the client gets it as a response in
-OpenAI's error format.
+refused, and so is every field that the gateway does not know. The client gets a `Refused` as a response in OpenAI's
+error format.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ class Refused(Exception):
     """A call that is answered with an error.
 
     Args:
-        status: HTTP status.
         message: what was found and what to do.
         code: OpenAI's short name of the error.
         param: the field of the request that is wrong.
@@ -111,10 +109,7 @@ class RunLimits:
 
 
 def check_parameters(request: Mapping[str, Any], understood: set[str], limits: RunLimits) -> None:
-    """Check every field of a request.
-
-    Args:
-        understood: fields that the caller reads itself.
+    """Check every field of a request, but those that are `understood`.
 
     Raises:
         Refused: a field asks for another distribution, or is not known.
@@ -134,7 +129,7 @@ def check_parameters(request: Mapping[str, Any], understood: set[str], limits: R
 
 
 def token_limit(request: Mapping[str, Any], *names: str) -> int | None:
-    """The smallest of several limits on the number of sampled tokens. None: there is no limit.
+    """The smallest of several limits on the number of sampled tokens; None: there is no limit.
 
     Raises:
         Refused: a limit is not a whole number above 0.
@@ -147,11 +142,7 @@ def token_limit(request: Mapping[str, Any], *names: str) -> int | None:
 
 
 def flag(request: Mapping[str, Any], name: str) -> bool:
-    """A field that is true, false, or absent (false).
-
-    Raises:
-        Refused: it has another value.
-    """
+    """A field that is true, false, or absent (false); a `Refused` if it has another value."""
     value = request.get(name)
     if value not in (None, True, False):
         raise bad_value(name, f"{name}={value!r:.80}; it must be true or false")
@@ -164,8 +155,8 @@ def _check_of_the_run(name: str, value: Any, sampling: Sampling) -> None:
         raise Refused(
             400,
             f"{name}={value!r:.80} is not the {name} of this run ({ours:g}): a run samples from one "
-            f"distribution and trains the "
-            f"same one. Leave {name} out of the request, or change it in the run's config",
+            f"distribution and trains the same one. Leave {name} out of the request, or change it in the "
+            "run's config",
             "unsupported_value",
             name,
         )

@@ -1,7 +1,6 @@
-"""OpenAI's responses: a request becomes a call, and the answer becomes a response or its stream.
+"""OpenAI's responses (`/responses`): a request becomes a call, and the answer becomes a response or its stream.
 
-It answers `/responses`. Items of a request become messages of a chat: an assistant's text and the function calls that
-follow it are one message.
+Items of a request become messages of a chat: an assistant's text and the function calls that follow it are one message.
 """
 
 from __future__ import annotations
@@ -87,9 +86,8 @@ def messages_of(items: list[Any]) -> list[Message]:
                 message["tool_call_id"] = checked_text(item["call_id"], f"{param}.call_id")
             messages.append(message)
         else:
-            raise bad_value(
-                param, f"{param} is not a message, a function call or the output of one; leave it out"
-            )
+            known = "a message, a function call or the output of one"
+            raise bad_value(param, f"{param} is not {known}; leave it out")
         if reasoning and messages[-1]["role"] == "assistant":
             messages[-1][THINKING] = reasoning
         reasoning = ""
@@ -127,12 +125,8 @@ class Events:
 
     def __init__(self, request: Mapping[str, Any], name: str, created: int, limits: RunLimits) -> None:
         self._request, self._name, self._limits = request, name, limits
-        self._started = {
-            **_head(request, name, created, limits),
-            "status": "in_progress",
-            "output": [],
-            "usage": None,
-        }
+        head = _head(request, name, created, limits)
+        self._started = {**head, "status": "in_progress", "output": [], "usage": None}
         # Number of events, finished items, and the text of the item that is open.
         self._number = self._index = 0
         self._open: str | None = None
@@ -182,13 +176,10 @@ class Events:
 
     def _begin(self, kind: str) -> Iterator[bytes]:
         self._open, self._text = kind, ""
-        item = (
-            _reasoning_item(self._name, "")
-            if kind == "reasoning"
-            else _message_item(self._name, "", "in_progress")
-        )
+        is_thought = kind == "reasoning"
+        item = _reasoning_item(self._name, "") if is_thought else _message_item(self._name, "", "in_progress")
         yield self._event("output_item.added", output_index=self._index, item={**item, "content": []})
-        if kind == "message":
+        if not is_thought:
             yield self._event("content_part.added", **self._inside(), part=item["content"][0])
 
     def _close(self, item: dict[str, Any]) -> Iterator[bytes]:
@@ -205,10 +196,9 @@ class Events:
         at = {"item_id": item["id"], "output_index": self._index}
         begun = {**item, "status": "in_progress", "arguments": ""}
         yield self._event("output_item.added", output_index=self._index, item=begun)
-        yield self._event("function_call_arguments.delta", **at, delta=item["arguments"])
-        yield self._event(
-            "function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"]
-        )
+        given = item["arguments"]
+        yield self._event("function_call_arguments.delta", **at, delta=given)
+        yield self._event("function_call_arguments.done", **at, arguments=given, name=item["name"])
         yield self._event("output_item.done", output_index=self._index, item=item)
         self._index += 1
 

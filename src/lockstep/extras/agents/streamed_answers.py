@@ -1,10 +1,9 @@
 """An answer on its way to a client that reads it as a stream: text is sent as soon as it is certain.
 
-`certain_part` gives the part of an unfinished turn's text that the finished answer certainly begins with. Text is
-held back as long as later tokens could still change what it is: half of a character, white space at the end, a marker
-of thinking or of a tool call that may have begun. It is sent with a later part, or at the end. `Teller` tells it from
-the event loop of the rollout; `Heard` takes it to the event loop of the server, which sends the events that
-`SentText` makes.
+Text is held back as long as later tokens could still change what it is: half of a character, white space at the end, a
+marker of thinking or of a tool call that may have begun. It is sent with a later part, or at the end. `Teller` tells
+what is certain from the event loop of the rollout; `Heard` takes it to the event loop of the server, which sends the
+events that `SentText` makes.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ from lockstep.tokens.tool_calls import text_before_calls, without_beginning
 
 
 class Heard:
-    """The listener of one streamed answer.
-
-    Args:
-        loop: the event loop in which the answer is sent.
+    """The listener of one streamed answer, which is sent in `loop`.
 
     Attributes:
         begin: name and time of the answer, when its turn has begun.
@@ -94,25 +90,20 @@ class SentText:
         """Send what is new.
 
         Raises:
-            Refused: the text does not begin with what was sent. This is a defect: the client must not take it for the
+            Refused: the text does not begin with what was sent: a defect, and the client must not take it for the
                 answer.
         """
         # Less is certain for a moment where a marker may have begun.
-        if partial.reasoning is not None and (
-            self._reasoning is None or len(partial.reasoning) > len(self._reasoning)
-        ):
-            yield from self._events.thought(_rest(partial.reasoning, self._reasoning or ""))
-            self._reasoning = partial.reasoning
+        thought, sent = partial.reasoning, self._reasoning
+        if thought is not None and (sent is None or len(thought) > len(sent)):
+            yield from self._events.thought(_rest(thought, sent or ""))
+            self._reasoning = thought
         if len(partial.content) > len(self._content):
             yield from self._events.said(_rest(partial.content, self._content))
             self._content = partial.content
 
     def end(self, answer: Answer) -> Iterator[bytes]:
-        """Send the rest of the answer.
-
-        Raises:
-            Refused: the text does not begin with what was sent. This is a defect.
-        """
+        """Send the rest of the answer. Raises as `more`."""
         _rest(answer.reasoning or "", self._reasoning or "")
         _rest(answer.content, self._content)
         yield from self.more(Partial(answer.reasoning, answer.content))
@@ -135,21 +126,12 @@ _EVERY, _SHARE = 0.05, 0.005
 class Teller:
     """Tells a listener what is certain of an answer while its turn is sampled.
 
-    Each time the whole turn is read again. Therefore a long turn is read more rarely, so that many streams together
-    do not fill the event loop.
-
-    Args:
-        loop: the event loop in which the turn is read. The engine's thread only copies the ids.
-        extension, wishes: as in `certain_part`.
+    Each time the whole turn is read again, in `loop`. Therefore a long turn is read more rarely, so that many streams
+    together do not fill the event loop.
     """
 
     def __init__(
-        self,
-        extension: Extension,
-        listener: Listener,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        wishes: Wishes,
+        self, extension: Extension, listener: Listener, loop: asyncio.AbstractEventLoop, *, wishes: Wishes
     ) -> None:
         self._extension, self._wishes = extension, wishes
         self._listener, self._loop = listener, loop
@@ -170,11 +152,7 @@ class Teller:
 
 
 def certain_part(extension: Extension, ids: Ids, wishes: Wishes) -> Partial:
-    """The certain part of the answer that begins with the sampled ids (N,).
-
-    Args:
-        wishes: of the call. They say whether tool calls are text, and which strings end the text.
-    """
+    """The certain part of the answer that begins with the sampled ids (N,)."""
     how, turn = extension.conventions, extension.read(ids, calls_are_text=not wishes.reads_calls)
     if turn.calls or turn.errors or how.content_mark:
         return Partial(None, "")
@@ -182,11 +160,8 @@ def certain_part(extension: Extension, ids: Ids, wishes: Wishes) -> Partial:
     # Content stands after the end of the thinking.
     if reasoning is not None and not content:
         reasoning = _OPEN.sub("", without_beginning(reasoning, how.thinking[1]))
-    if (
-        how.thinking_field is not None
-        and turn.reasoning is None
-        and how.thinking[0].startswith(content.lstrip())
-    ):
+    may_think = how.thinking_field is not None and turn.reasoning is None
+    if may_think and how.thinking[0].startswith(content.lstrip()):
         content = ""
     if extension.reads_calls and wishes.reads_calls:
         content = text_before_calls(content, how.tool_format)

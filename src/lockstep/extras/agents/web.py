@@ -1,8 +1,8 @@
 """The HTTP server of the gateway: it finds the rollout of a request by its key, and passes the call to that rollout.
 
-It runs in a thread of its own, so that it answers while the trainer learns. Calls are answered by `recording.py`, in
-the event loop of the rollout. The number of connections is bounded, and so is the time in which each must ask
-something: the gateway runs in the trainer's process, whose limit of open files holds for both.
+It runs in a thread of its own, so that it answers while the trainer learns. The number of connections is bounded, and
+so is the time in which each must ask something: the gateway runs in the trainer's process, whose limit of open files
+holds for both.
 """
 
 from __future__ import annotations
@@ -46,18 +46,12 @@ _MOST = 8192
 
 
 def most_connections() -> int:
-    """The number of connections that the gateway may hold: half of the files that this process may open, which is
-    raised before.
-    """
+    """The number of connections that the gateway may hold: half of the files that this process may open."""
     return max(1, min(raise_file_limit() // 2, _MOST))
 
 
 class Idle:
-    """The connections in which no request is being answered, the one that has been idle for longest first.
-
-    Args:
-        most: number of all connections that may be open.
-    """
+    """The connections, of `most` open ones, in which no request is being answered, the longest idle one first."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -67,11 +61,7 @@ class Idle:
 class BoundedConnection(H11Protocol):
     """One connection. It is closed if no request comes, if nobody reads its answers, and to make room for a new one.
 
-    h11 bounds the head of a request.
-
-    Args:
-        idle: shared by all connections of a gateway.
-        given: as uvicorn gives them.
+    h11 bounds the head of a request. All connections of a gateway share `idle`.
     """
 
     def __init__(self, idle: Idle, **given: Any) -> None:
@@ -152,22 +142,11 @@ class AnsweringRollout(Protocol):
     """A rollout that answers calls."""
 
     def submit(self, call: Call, listener: Listener | None = None) -> Future[Answer]:
-        """Begin to answer a call. Cancelling the future cancels the call.
-
-        Args:
-            listener: follows the answer while its turn is sampled.
-
-        Raises:
-            Refused: the rollout has ended.
-        """
+        """Begin to answer a call; a `Refused` if the rollout has ended. Cancelling the future cancels the call."""
 
 
 class Gateway:
-    """The HTTP server and the rollouts behind it.
-
-    Args:
-        host: address to listen on.
-        port: port to listen on; 0 for a free one.
+    """The HTTP server and the rollouts behind it, on port `port`; 0 for a free one.
 
     Raises:
         InputError: the address cannot be listened on.
@@ -256,8 +235,7 @@ class Gateway:
         raise Refused(
             401,
             "this is the key of no rollout: use the base URL that the agent was started with "
-            "(OPENAI_BASE_URL), or send its key "
-            "(OPENAI_API_KEY) as Authorization: Bearer KEY",
+            "(OPENAI_BASE_URL), or send its key (OPENAI_API_KEY) as Authorization: Bearer KEY",
             "invalid_api_key",
         )
 
@@ -289,9 +267,8 @@ class Gateway:
         except BaseException:
             future.cancel()
             raise
-        return StreamingResponse(
-            self._events(api, body, future, answer, heard), media_type="text/event-stream"
-        )
+        events = self._events(api, body, future, answer, heard)
+        return StreamingResponse(events, media_type="text/event-stream")
 
     async def _whole(
         self, rollout: AnsweringRollout, call: Call, count: int, request: Request
@@ -344,9 +321,8 @@ async def _body(request: Request) -> dict[str, Any]:
                 parts.append(part)
                 size += len(part)
                 if size > LARGEST_BODY:
-                    raise Refused(
-                        413, f"the request has more than {LARGEST_BODY >> 20} MiB", "request_too_large"
-                    )
+                    why = f"the request has more than {LARGEST_BODY >> 20} MiB"
+                    raise Refused(413, why, "request_too_large")
     except TimeoutError:
         raise Refused(408, f"the request takes longer than {BODY_LIMIT:.0f} s", "request_timeout") from None
     try:
@@ -369,9 +345,8 @@ _MAY_BE_CUT = {"messages", "input", "instructions"}
 def _without_halves(name: str, value: Any) -> Any:
     whole = whole_characters(value)
     if name not in _MAY_BE_CUT and (whole != value or not is_whole(name)):
-        raise bad_value(
-            "body", "a field of the request has half of a character (a surrogate without its pair)"
-        )
+        half = "half of a character (a surrogate without its pair)"
+        raise bad_value("body", f"a field of the request has {half}")
     return whole
 
 
@@ -382,8 +357,7 @@ def _error_event(error: Refused) -> bytes:
 def _named(call: Call, request: Request, body: Mapping[str, Any]) -> Call:
     """The call with the name of its repetitions: its `Idempotency-Key`, or its content.
 
-    Two calls with the same content are two calls, unless the client says that it repeats one, as OpenAI's SDK does
-    after an error.
+    Two calls with the same content are two calls, unless the client says that it repeats one, as OpenAI's SDK does.
     """
     given = request.headers.get("idempotency-key")
     if given is not None:
@@ -394,11 +368,7 @@ def _named(call: Call, request: Request, body: Mapping[str, Any]) -> Call:
 
 
 async def _wait(request: Request, *awaited: Awaitable[Any]) -> None:
-    """Wait until one of several things has happened.
-
-    Raises:
-        ClientDisconnect: the client went away before that.
-    """
+    """Wait until one of several things has happened; a `ClientDisconnect` if the client went away before that."""
     gone = asyncio.ensure_future(_disconnected(request))
     others = [asyncio.ensure_future(one) for one in awaited]
     try:
@@ -415,11 +385,7 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _settled(answer: Awaitable[Answer]) -> Answer:
-    """The answer.
-
-    Raises:
-        Refused: the call was refused, the rollout ended meanwhile, or the engine failed.
-    """
+    """The answer; a `Refused` if the call was refused, the rollout ended meanwhile, or the engine failed."""
     try:
         return await answer
     except asyncio.CancelledError:
@@ -444,13 +410,9 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    found = Refused(
-        error.status_code,
-        f"{request.method} {request.url.path.rpartition('/v1')[1:]} is not served here; there are POST "
-        f"chat/completions, POST "
-        "responses and GET models",
-        "not_found",
-    )
+    served = "POST chat/completions, POST responses and GET models"
+    asked = f"{request.method} {request.url.path.rpartition('/v1')[1:]}"
+    found = Refused(error.status_code, f"{asked} is not served here; there are {served}", "not_found")
     return JSONResponse(found.body(), error.status_code)
 
 

@@ -1,8 +1,7 @@
 """Environments of OpenEnv: each rollout has its own session with a running OpenEnv server.
 
-`server("http://127.0.0.1:8000")` is an `environment_factory`. OpenEnv's client needs other versions of some packages
-than vLLM does. Therefore the client runs in a separate process (`own_process/openenv_session.py`), with a Python that
-has it.
+OpenEnv's client needs other versions of some packages than vLLM does. Therefore it runs in a separate process
+(`own_process/openenv_session.py`), with a Python that has it.
 """
 
 from __future__ import annotations

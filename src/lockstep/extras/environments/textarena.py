@@ -1,7 +1,7 @@
 """Games of textarena as environments.
 
-`game("GuessTheNumber-v0")` is an `environment_factory`. textarena seeds Python's random numbers for the whole
-process. Therefore each game runs in a separate process (`own_process/textarena_game.py`).
+textarena seeds Python's random numbers for the whole process. Therefore each game runs in a separate process
+(`own_process/textarena_game.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +33,5 @@ def game(
         The factory. If that Python has no textarena, or textarena has no such game, the run ends at its start with an
         `InputError`.
     """
-    return in_process(
-        f"{_PROGRAM}:make_game", python, {"name": name, "unfinished": float(unfinished), "options": options}
-    )
+    arguments = {"name": name, "unfinished": float(unfinished), "options": options}
+    return in_process(f"{_PROGRAM}:make_game", python, arguments)

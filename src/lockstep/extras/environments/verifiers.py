@@ -1,8 +1,8 @@
 """Environments of verifiers as agents: verifiers runs its own rollouts, with the gateway as its model server.
 
-`environment("NAME")` is an agent (docs/internals/gateway.md). Its rubric gives the reward, and its data set gives the
-rows. verifiers needs other versions of some packages than vLLM does. Therefore it runs in one separate process, with
-a Python that has it (`own_process/verifiers_rollouts.py`). All rollouts of a generation run concurrently there.
+Its rubric gives the reward, and its data set gives the rows. verifiers needs other versions of some packages than vLLM
+does. Therefore it runs in one separate process, with a Python that has it (`own_process/verifiers_rollouts.py`). All
+rollouts of a generation run concurrently there.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from lockstep.progress import waiting
 _PROGRAM = Path(__file__).with_name("own_process") / "verifiers_rollouts.py"
 # Seconds in which the process must have loaded the environment, or given its rows.
 _TIMEOUT = 600.0
-# The column with the whole row of verifiers as JSON text. It is text because `info` may have different fields in each
-# row.
+# The column with the whole row of verifiers, as text because `info` may have different fields in each row.
 COLUMN = "verifiers_row"
 
 
@@ -57,9 +56,8 @@ class VerifiersAgent:
             LockstepError: the rollout failed.
         """
         if COLUMN not in row:
-            raise InputError(
-                f"a row has no column {COLUMN!r}; make the data set with rows() of this environment"
-            )
+            advice = "make the data set with rows() of this environment"
+            raise InputError(f"a row has no column {COLUMN!r}; {advice}")
         rollout_input = {**json.loads(row[COLUMN]), "seed": row["seed"]}
         return self._request({"rollout": {"base_url": base_url, "row": rollout_input}}).result()
 
@@ -78,30 +76,20 @@ class VerifiersAgent:
         Raises:
             InputError: the environment cannot be loaded, or has no such rows.
         """
+        who, asked = f"verifiers environment {self.__name__}", {"size": size, "seed": seed}
         try:
-            with waiting(f"the rows of verifiers environment {self.__name__}", _TIMEOUT):
-                rows = self._request({"rows": {"size": size, "seed": seed, "evaluation": evaluation}}).result(
-                    _TIMEOUT
-                )
+            with waiting(f"the rows of {who}", _TIMEOUT):
+                rows = self._request({"rows": {**asked, "evaluation": evaluation}}).result(_TIMEOUT)
         except LockstepError as error:
-            raise InputError(f"verifiers environment {self.__name__}: {error}") from error
+            raise InputError(f"{who}: {error}") from error
         except TimeoutError as error:
-            raise InputError(
-                f"verifiers environment {self.__name__} gave no rows within {_TIMEOUT:g} s"
-            ) from error
-        return Dataset.from_dict(
-            {
-                "prompt": [row["prompt"] for row in rows],
-                "answer": [str(row.get("answer", "")) for row in rows],
-                COLUMN: [json.dumps(row) for row in rows],
-            }
-        )
+            raise InputError(f"{who} gave no rows within {_TIMEOUT:g} s") from error
+        columns = {"prompt": [row["prompt"] for row in rows]}
+        columns |= {"answer": [str(row.get("answer", "")) for row in rows]}
+        return Dataset.from_dict({**columns, COLUMN: [json.dumps(row) for row in rows]})
 
     def close(self) -> None:
-        """End the process of verifiers, and all that it started.
-
-        Without this call they end when the trainer's process ends.
-        """
+        """End the process of verifiers, and all that it started. Otherwise they end with the trainer's process."""
         with self._lock:
             if self._process is not None:
                 kill_group(self._process.pid)

@@ -18,8 +18,7 @@ CODE_DTYPE = torch.float8_e4m3fn
 # The largest code. No scale is smaller than the one of a row whose largest number is 1 / 512.
 _LARGEST = 448.0
 _SMALLEST_SCALE = 1.0 / (_LARGEST * 512.0)
-# The largest error of a code, as a share of its number: half of the distance between two numbers with 3 bits of
-# mantissa.
+# The largest error of a code, as a share of its number: half of the distance with 3 bits of mantissa.
 LARGEST_ERROR = 2.0**-4
 
 

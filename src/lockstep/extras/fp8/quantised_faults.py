@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,11 +18,10 @@ from lockstep.extras.verify.stage import Stage
 _Held = tuple[torch.Tensor, torch.Tensor]
 
 
-def _after_every_load(stage: Stage, change: Callable[[Any, _Held], object]) -> Patch:
+def _after_loads(stage: Stage, change: Callable[[Any, _Held], object]) -> Patch:
     """The engine changes what it has made of the weights of one layer, and acknowledges what has arrived.
 
-    Args:
-        change: gets vLLM's layer, and the codes and scales that it had when the fault began.
+    `change` gets vLLM's layer, and the codes and scales that it had when the fault began.
     """
     layer, real = _layers(stage)[-1], stage.engine.load
     before = layer.weight.clone(), layer.weight_scale.clone()
@@ -97,41 +97,18 @@ def _in_8_bits(stage: Stage) -> str:
     return "" if quantised else "the engine does not hold the weights in 8 bits (vllm_quantization)"
 
 
-QUANTISED_FAULTS = (
-    Fault(
-        "Q1",
-        "a layer is not quantised again after a push",
-        lambda stage: _after_every_load(stage, _not_quantised_again),
-        needs=_in_8_bits,
-    ),
-    Fault(
-        "Q2",
-        "a layer keeps the scales of older weights",
-        lambda stage: _after_every_load(stage, _older_scales),
-        needs=_in_8_bits,
-    ),
-    Fault(
-        "Q3",
-        "one code of a layer is the next number",
-        lambda stage: _after_every_load(stage, _next_code),
-        needs=_in_8_bits,
-    ),
-    Fault(
-        "Q3b",
-        "the scales of a layer are off by 1e-6",
-        lambda stage: _after_every_load(stage, _scales_off),
-        needs=_in_8_bits,
-    ),
-    Fault(
-        "Q4",
-        "a layer that should be in 8 bits computes with the weight as it was sent",
-        _not_quantised,
-        needs=_in_8_bits,
-    ),
-    Fault(
-        "Q5",
-        "a tensor arrives with errors that are as large as those of 8 bits",
-        _one_step_off,
-        needs=_in_8_bits,
-    ),
+QUANTISED_FAULTS = tuple(
+    Fault(name, what, inject, needs=_in_8_bits)
+    for name, what, inject in (
+        (
+            "Q1",
+            "a layer is not quantised again after a push",
+            partial(_after_loads, change=_not_quantised_again),
+        ),
+        ("Q2", "a layer keeps the scales of older weights", partial(_after_loads, change=_older_scales)),
+        ("Q3", "one code of a layer is the next number", partial(_after_loads, change=_next_code)),
+        ("Q3b", "the scales of a layer are off by 1e-6", partial(_after_loads, change=_scales_off)),
+        ("Q4", "a layer that should be in 8 bits computes with the weight as it was sent", _not_quantised),
+        ("Q5", "a tensor arrives with errors that are as large as those of 8 bits", _one_step_off),
+    )
 )

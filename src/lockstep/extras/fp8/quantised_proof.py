@@ -1,5 +1,4 @@
-"""What it changes that an engine holds the weights in 8 bits, measured by the trainer itself, and the limits that
-follow.
+"""What an engine in 8 bits changes, measured by the trainer itself, and the limits that follow.
 
 A gap of such an engine has two parts. The trainer computes the first part alone: it scores the same tokens twice, by
 its own plain forward, and by a forward whose linear layers quantise weights and inputs by the scheme's formula
@@ -13,8 +12,9 @@ weights.
 
 The second half proves such an engine while its layers leave their inputs as they are: both sides use the values of the
 same codes (`whole_inputs`). Then no code of an input can be rounded to its other neighbour, and the gap is that of the
-dtypes. What stands between the layers, and what the engine does with the logits, is proven as exactly as with an engine
-that is not in 8 bits. An engine that runs a compiled program cannot change its layers. Then these proofs are left out.
+dtypes. What stands between the layers, and what the engine does with the logits, is proven as exactly as with an
+engine that is not in 8 bits. An engine that runs a compiled program cannot change its layers. Then these proofs are
+left out.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from lockstep.watch.tolerances import Tolerance
 from lockstep.weights.push import weights_of
 from lockstep.weights.source import PlainSource
 
-# How many times the quantisation error a mean gap may have beyond the limit of the dtypes. Measured: 1.3
-# (docs/internals/proof.md).
+# How many times the quantisation error a mean gap may have beyond the limit of the dtypes. The gaps measured in
+# docs/internals/proof.md are 0.86 to 1.05 times the error.
 _ROOM = 1.5
 # Tokens that one measurement scores, the completions in which a regular one looks for them, and the share of a run's
 # time that regular measurements after the first may take.
@@ -71,12 +71,7 @@ class QuantisedGap:
 
 
 def widened(limit: Tolerance, error: GapStats) -> Tolerance:
-    """The limits on the gap of an engine in 8 bits.
-
-    Args:
-        limit: the limits of the dtypes.
-        error: the quantisation error of some tokens.
-    """
+    """The limits on the gap of an engine in 8 bits, from those of the dtypes and the error of some tokens."""
     # The scale of an exponential tail, from its moments (`watch/gap.py`).
     tail = error.sum_fourths / (4 * error.sum_cubes) if error.sum_cubes > 0 else 0.0
     return replace(
@@ -106,8 +101,7 @@ class QuantisationError:
     ) -> None:
         self.model, self._dtype, self.precision, self._tensors = model, dtype, precision, tensors
         self.canary = GapStats()
-        # The gaps of the canary, and of what was sampled, while the engine left its inputs as they are; None: it
-        # cannot do this.
+        # The gaps of the canary and of samples with whole inputs; None: the engine cannot leave them so.
         self.with_whole_inputs: GapStats | None = None
         self.sampled_with_whole_inputs: GapStats | None = None
         # The tokens of the last measurement, and of all regular ones.
@@ -120,8 +114,8 @@ class QuantisationError:
     def of_tokens(self) -> GapStats:
         """The quantisation error of sampled tokens: of the last measurement or of the run, whichever is larger.
 
-        Before any tokens
-        were sampled, it is that of the canary."""
+        Before any tokens were sampled, it is that of the canary.
+        """
         if self._last is None:
             return self.canary
         return max(self._last.error, self._of_run.error, key=lambda gap: gap.mean_abs)
@@ -140,9 +134,7 @@ class QuantisationError:
         return computing_in_8_bits(self.model, self._tensors(), self._dtype, inputs_too=inputs_too)
 
     def is_due(self, version: int) -> bool:
-        """Whether tokens of this version should be measured: the first ones of a run, then as often as 1 % of its
-        time allows.
-        """
+        """Whether to measure tokens of this version: a run's first ones, then as often as 1 % of its time allows."""
         return version != self._version and self._spent <= _SHARE * (time.perf_counter() - self._began)
 
     def measure(
@@ -189,8 +181,10 @@ class QuantisationError:
             self._spent += time.perf_counter() - start
 
     def figures(self) -> dict[str, float]:
-        """The mean of the last measured error, and of what is left of the gap without it, in nats, and the number of
-        tokens. Before any tokens were sampled, they are those of the canary."""
+        """In nats, the mean of the last measured error and of what it leaves of the gap; and the number of tokens.
+
+        Before any tokens were sampled, they are those of the canary.
+        """
         if self._last is None:
             return {"error": self.canary.mean_abs, "tokens": self.canary.tokens}
         error, rest = self._last.error, self._last.rest
@@ -216,8 +210,7 @@ def computing_in_8_bits(
     """
     source, layers = weights_of(model), dict[torch.nn.Module, torch.nn.Module]()
     for layer in causal_model(model).modules():
-        # PEFT puts a layer around the original one, and it comes first. The weights of the source contain the adapter
-        # already.
+        # PEFT's layer comes before the original one, and the source's weights already contain the adapter.
         layers.setdefault(getattr(layer, "base_layer", layer), layer)
     changed: list[torch.nn.Module] = []
     try:
@@ -304,11 +297,9 @@ def sample_with_whole_inputs(
     limit: Tolerance,
     version: int,
 ) -> GapStats | None:
-    """Sample completions of the canary's sequences from the run's distribution, and compare the log-probs that the
-    engine reports.
+    """The gap of completions of the canary's sequences, sampled from the run's distribution, without quantised inputs.
 
-    Returns:
-        The gap; None if the engine cannot leave its inputs as they are.
+    None if the engine cannot leave its inputs as they are.
 
     Raises:
         ProofError: the gap is over a limit, or the engine keeps what it has computed in this way.
@@ -365,14 +356,9 @@ def whole_inputs(engine: Engine, version: int) -> Iterator[bool]:
 
 
 def quantise_inputs(engine: Engine, wanted: bool) -> bool:
-    """Set whether the modules in 8 bits quantise their inputs, as they do in service.
+    """Set whether the modules in 8 bits quantise their inputs, or multiply them with the values of their codes.
 
-    Otherwise they multiply them with the
-    values of their codes.
-
-    Returns:
-        False if the engine cannot set it: it runs a compiled program, or has no module in 8 bits. Nothing has changed
-            then.
+    Returns False if nothing has changed: the engine runs a compiled program, or has no module in 8 bits.
     """
     answers = engine.ask_workers("quantise_inputs", lambda server: [wanted])
     return bool(answers) and all(found for workers in answers.values() for found in workers)
@@ -383,9 +369,8 @@ def _drop_caches(engine: Engine, version: int) -> None:
         raise ProofError(
             "caches",
             f"the engine did not confirm the reset of its caches at a proof of version {version}",
-            "requests are still running in the engine, so keys and values that were computed with inputs in 8 "
-            "bits, or without, "
-            "stay in use",
+            "requests are still running in the engine, so keys and values that were computed with inputs in "
+            "8 bits, or without, stay in use",
             "finish or abort every request before proving an engine",
         )
 

@@ -1,6 +1,4 @@
-"""What a push proves where the engine holds the weights in 8 bits: codes, a canary without quantised inputs, and
-wider limits.
-"""
+"""What a push proves where the engine has weights in 8 bits: codes, a canary with whole inputs, and wider limits."""
 
 from __future__ import annotations
 
@@ -71,11 +69,7 @@ def tensors_in_8_bits(probe: ModuleProbe) -> tuple[str, ...]:
 
 
 class QuantisedPush(PushExtension):
-    """What the pushes into an engine in 8 bits prove.
-
-    Attributes:
-        error: measures the quantisation error of the run.
-    """
+    """What the pushes into an engine in 8 bits prove; `error` measures the quantisation error of the run."""
 
     def __init__(self, watch: PushWatch) -> None:
         super().__init__(watch)

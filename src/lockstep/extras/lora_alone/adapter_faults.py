@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import torch
 
-import lockstep.engines.vllm.adapters as in_process
 import lockstep.extras.lora_alone.adapter_push as pushes
 import lockstep.extras.lora_alone.adapter_source as sources
+import lockstep.extras.lora_alone.engine_adapters as in_process
 from lockstep.contract.adapters import UP
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.vllm.port.engine import lora_of_linear
@@ -20,11 +20,7 @@ from lockstep.weights.push import SyncRecord
 
 
 def _kept_instead(stage: Stage, change: Callable[[list[Named]], Named]) -> Patch:
-    """The engine acknowledges the adapter that has arrived, and keeps another one.
-
-    Args:
-        change: gets all adapters that have arrived so far.
-    """
+    """The engine acknowledges the adapter that has arrived, and keeps another one, made from all that have arrived."""
     memory = _memory(stage)
     real, arrived = memory.keep, list[Named]()
 
@@ -70,10 +66,7 @@ def _scaled_by_the_source(stage: Stage) -> Patch:
 
 
 def _stale_source(stage: Stage) -> Patch:
-    """Push and probe read an adapter that is one push old.
-
-    Both agree with the engine, and only the trainer moves on.
-    """
+    """Push and probe read an adapter that is one push old. Both agree with the engine; only the trainer moves on."""
     held: list[dict[str, torch.Tensor]] = []
 
     class Old(sources.AdapterSource):
@@ -123,10 +116,7 @@ def _one_name(stage: Stage) -> Patch:
 
 
 def _scale(stage: Stage) -> float:
-    """A scale whose effect on a layer's outputs is above their limit.
-
-    In half precision that is 0.05 to 0.08 of their size.
-    """
+    """A scale whose effect on a layer's outputs is above their limit: 0.05 to 0.08 of their size in half precision."""
     return 1.1 if stage.trainer.proofs.limit.is_coarse else 1.01
 
 

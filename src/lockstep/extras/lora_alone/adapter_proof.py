@@ -22,8 +22,8 @@ from torch.nn.functional import linear
 from lockstep.contract.adapters import DOWN, UP, AdapterReceiver
 from lockstep.contract.probe import probe_vector
 from lockstep.devices import on_host
-from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.errors import ProofError
+from lockstep.extras.lora_alone.adapter_arguments import adapter_arguments
 from lockstep.extras.lora_alone.adapter_push import AdapterPusher
 from lockstep.extras.lora_alone.adapter_source import (
     AdapterSource,
@@ -56,9 +56,6 @@ def check_adapter_probe(
     Args:
         dtype: dtype in which the engine computes.
         every: ask all adapted layers; otherwise a sample.
-
-    Raises:
-        ProofError: `adapter_probe`, a layer of the engine adds something else, or nothing.
     """
     limits = engine.limits
     assert limits is not None

@@ -192,10 +192,7 @@ class AdapterPusher:
         )
 
     def _push_base(self, version: int) -> tuple[Manifest, int]:
-        """Send the base weights if the engine does not hold them.
-
-        Returns their manifest, and the number of bytes sent.
-        """
+        """Send the base weights if the engine lacks them. Returns their manifest, and the number of bytes sent."""
         source, engine = BaseSource(self._model), self._engine
         held = self.receiver.base_digest()
         with one_push(key_of(held), remembers=source.is_model_memory):
@@ -234,14 +231,7 @@ class AdapterPusher:
 
 
 def receiver_of(engine: Engine, rank: int) -> AdapterReceiver:
-    """The part of an engine that receives adapters.
-
-    Args:
-        rank: largest rank of the adapter.
-
-    Raises:
-        InputError: the engine is not vLLM, was started without LoRA, or takes only smaller ranks.
-    """
+    """The part of an engine that receives adapters of this rank."""
     receiver: AdapterReceiver | None = getattr(engine, "adapters", None)
     if receiver is None:
         raise InputError(
@@ -249,26 +239,19 @@ def receiver_of(engine: Engine, rank: int) -> AdapterReceiver:
         )
     if (limits := receiver.limits) is None:
         raise InputError(
-            f"vllm_enable_lora is set, and the engine was started without LoRA: start it with 'lockstep serve "
-            f"MODEL --enable_lora "
-            f"--max_lora_rank {rank}', or leave vllm_enable_lora out"
+            "vllm_enable_lora is set, and the engine was started without LoRA: start it with 'lockstep serve "
+            f"MODEL --enable_lora --max_lora_rank {rank}', or leave vllm_enable_lora out"
         )
     if limits.rank < rank:
         raise InputError(
             f"the adapter has rank {rank}, and the engine takes at most {limits.rank}: start it with "
-            f"--max_lora_rank {rank} or "
-            "more, or leave vllm_enable_lora out"
+            f"--max_lora_rank {rank} or more, or leave vllm_enable_lora out"
         )
     return receiver
 
 
 def check_held(manifest: Manifest, held: LoadedWeights) -> None:
-    """Compare the adapter that the engine computes with and the adapter that was sent.
-
-    Raises:
-        InputError: the engine has no LoRA layer for a part of the adapter.
-        ProofError: `adapter`: the engine computes with other bytes.
-    """
+    """Compare the adapter that the engine computes with and the adapter that was sent."""
     for other in held.others:
         check_held(manifest, other)
     where = f" at {held.server}" if held.server else ""
@@ -284,8 +267,7 @@ def check_held(manifest: Manifest, held: LoadedWeights) -> None:
         raise ProofError(
             "adapter",
             f"at version {manifest.version} the engine{where} computes with other values than were sent for "
-            f"{len(differing)} of "
-            f"{len(sent)} tensors of the adapter; the first is {differing[0]}",
+            f"{len(differing)} of {len(sent)} tensors of the adapter; the first is {differing[0]}",
             "the engine kept an older adapter, scaled it, or holds the adapter of another run under this name",
             "do not train with this engine; report it with the model, the adapter's config and the engine's version",
         )

@@ -1,7 +1,6 @@
 """The two parts of a model with an adapter, each as a source of a push: its base weights, and the adapter alone.
 
-The base is sent once and then the adapter alone, to vLLM's own LoRA. The other way is in `weights/merged.py`:
-both parts become one merged model. That module also finds the adapted layers, for both ways.
+In `weights/merged.py` both parts become one merged model. It also finds the adapted layers, for both ways.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ _MERGED_INSTEAD = "; leave vllm_enable_lora out, and merged weights are sent ins
 
 
 class BaseSource(AdaptedSource):
-    """The base weights of a model with an adapter, under the names of its checkpoint. 4-bit weights are sent as
-    float32.
-    """
+    """The base weights of a model with an adapter, under the names of its checkpoint; 4-bit weights as float32."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -33,14 +30,10 @@ class BaseSource(AdaptedSource):
 
 
 class AdapterSource(PlainSource):
-    """The tensors A and scaling × B of each adapted layer.
+    """The tensors A and scaling × B of each adapted layer, in the engine's dtype of adapters.
 
-    Their names are the layer's name with the suffix `DOWN` or `UP`.
-
-    B is multiplied by the scaling in float32 and rounded once. The engine does not scale it again.
-
-    Args:
-        dtype: dtype in which the engine keeps adapters.
+    Their names are the layer's name with the suffix `DOWN` or `UP`. B is multiplied by the scaling in float32 and
+    rounded once. The engine does not scale it again.
     """
 
     is_model_memory = False
@@ -68,9 +61,7 @@ class AdapterSource(PlainSource):
         return torch.empty((down if name.endswith(DOWN) else up).shape, dtype=self._dtype, device="meta")
 
     def delta(self, layer: str) -> torch.Tensor:
-        """(outputs, inputs) float32: what the adapter adds to a layer's weight, computed from the tensors as they are
-        sent.
-        """
+        """(outputs, inputs) float32: what the adapter adds to a layer's weight, computed from the sent tensors."""
         return self.tensor(layer + UP).float() @ self.tensor(layer + DOWN).float()
 
 
@@ -97,16 +88,11 @@ class EffectiveSource(BaseSource):
 
 
 def check_alone(model: torch.nn.Module) -> None:
-    """Refuse a model whose adapter cannot be sent alone.
-
-    Raises:
-        InputError: the model has no adapter, or the adapter is more than LoRA factors of linear layers.
-    """
+    """Refuse a model whose adapter cannot be sent alone."""
     if not is_adapted(model):
         raise InputError(
-            "vllm_enable_lora sends an adapter alone, and the model has none: set use_peft (in Python: give a "
-            "peft_config), or "
-            "leave vllm_enable_lora out"
+            "vllm_enable_lora sends an adapter alone, and the model has none: set use_peft (in Python: give "
+            "a peft_config), or leave vllm_enable_lora out"
         )
     base = BaseSource(model)
     if base._shards is not None:
@@ -128,9 +114,8 @@ def check_alone(model: torch.nn.Module) -> None:
             raise InputError("vLLM's LoRA cannot compute DoRA: leave use_dora out" + _MERGED_INSTEAD)
         if layer_name == head or isinstance(base.owning_module(name), torch.nn.Embedding):
             raise InputError(
-                f"the adapter adapts {layer_name}: an embedding or the output head cannot be proven in vLLM's "
-                f"LoRA; take it out of "
-                "target_modules" + _MERGED_INSTEAD
+                f"the adapter adapts {layer_name}: an embedding or the output head cannot be proven in "
+                "vLLM's LoRA; take it out of target_modules" + _MERGED_INSTEAD
             )
     factors = {id(p) for layer in base.adapted.values() for p in active_factors(layer)}
     if trained := next(

@@ -1,9 +1,7 @@
-"""The program of an environment's own process: makes the object, then answers calls of its methods, one line of JSON
-each.
+"""The program of an environment's own process: makes the object, then answers calls of its methods as lines of JSON.
 
-`rollouts/programs/environments.py` starts it by its path. It imports nothing of Lockstep, so that it runs in any
-Python. What the environment prints goes to standard error. The program ends when its standard input ends, also in the
-middle of a call.
+It is started by its path and imports nothing of Lockstep, so that it runs in any Python. What the environment prints
+goes to standard error. The program ends when its standard input ends, also in the middle of a call.
 """
 
 from __future__ import annotations

@@ -1,24 +1,18 @@
-"""Environments: objects that a rollout acts on, in this process or in one of their own.
+"""Environments: objects that a rollout acts on through their methods, with TRL's convention `environment_factory`.
 
-Environments: objects that a rollout acts on through their methods, with TRL's convention `environment_factory`.
+The public methods of an environment are tools of its rollout. `reset(**row)` begins the rollout and may give text or
+content blocks that are appended to the last message of the prompt. `get_reward()` may give the rollout's reward.
+`next_user_message(answer)` is ours: it may answer a turn that calls no tool with a message of the user, as text games
+do. Each rollout has one environment, and gives it back when it is scored.
 
-A trainer's `environment_factory` comes here. The public methods of an environment are tools of its rollout.
-`reset(**row)` begins the rollout and may give text or content blocks that are appended to the last message of the
-prompt. `get_reward()` may give the rollout's reward. `next_user_message(answer)` is ours: it may answer a turn that
-calls no tool with a message of the user, as text games do. Each rollout has one environment. When the rollout is
-scored, it gives the environment back.
+The constructors and plain methods of all environments run in one thread, as plain tools do, and so do the reward
+functions that read them. A class or factory with the attribute `own_thread = True` gets a thread per environment. An
+environment that raises an error in its constructor, `reset` or `get_reward`, that hangs, or whose process dies costs
+its own rollout only.
 
-The constructors and plain methods of all environments run in one thread, as plain tools do
-(`rollouts/programs/tools.py`), and the reward functions that read them run there too. A class or factory with the
-attribute `own_thread = True` gets a thread per environment; then slow environments run concurrently. An environment
-that raises an error in its constructor, `reset` or `get_reward`, that hangs, or whose process dies costs its own
-rollout only.
-
-Environments in processes of their own, for dependencies that clash with ours and for code that changes a whole process.
-
-`in_process("games.py:Game")` is an `environment_factory`. Each environment is one process, which runs
-`rollouts/programs/environment_runner.py` and may have another Python. The two processes exchange lines of JSON over
-pipes. The process is killed when its environment fails, hangs, or is not needed any more.
+`in_process("games.py:Game")` is a factory of environments in processes of their own, for dependencies that clash with
+ours and for code that changes a whole process. Each process runs `rollouts/programs/environment_runner.py`, and may
+have another Python. It is killed when its environment fails, hangs, or is not needed any more.
 """
 
 from __future__ import annotations
@@ -56,9 +50,8 @@ _RUNNER = Path(__file__).with_name("environment_runner.py")
 # Seconds in which a process must have made its environment.
 _START = 120.0
 # The names that annotations of an environment's methods may use.
-_TYPES = {
-    name: getattr(typing, name) for name in ("Any", "Literal", "Optional", "Union", "List", "Dict", "Tuple")
-}
+_TYPING = ("Any", "Literal", "Optional", "Union", "List", "Dict", "Tuple")
+_TYPES = {name: getattr(typing, name) for name in _TYPING}
 _TYPES |= {kind.__name__: kind for kind in (str, int, float, bool, list, dict, tuple)} | {"typing": typing}
 
 
@@ -73,18 +66,12 @@ class ProcessEnvironment:
         self._process = process
 
     def _ask(self, method: str, given: Mapping[str, Any]) -> Any:
-        """What the process's own object returns.
-
-        Raises:
-            EnvironmentDied: the process is gone.
-            LockstepError: the method raised an error there, or an argument is no JSON type.
-        """
+        """What the process's object returns; an `EnvironmentDied` if it is gone, a `LockstepError` if it raised."""
         try:
             line = json.dumps({"method": method, "given": dict(given)})
         except (TypeError, ValueError) as error:
-            raise LockstepError(
-                f"{method}: an argument cannot be sent to the environment's process ({error})"
-            ) from error
+            why = f"an argument cannot be sent to the environment's process ({error})"
+            raise LockstepError(f"{method}: {why}") from error
         found = _exchange(self._process, line)
         if "error" in found:
             raise LockstepError(found["error"])
@@ -92,10 +79,7 @@ class ProcessEnvironment:
 
 
 def process_of(environment: ProcessEnvironment) -> subprocess.Popen[str]:
-    """The process of an environment.
-
-    This is no method, because the model may call every public method of an environment.
-    """
+    """The process of an environment. No method gives it, because the model may call every public method."""
     return environment._process
 
 
@@ -111,13 +95,13 @@ def in_process(
 
     Args:
         target: `path/to/file.py:name` or `package.module:name` of a class or factory.
-        python: the interpreter, for example that of another virtual environment; None: this one. It needs no package
-            of ours.
+        python: the interpreter, for example that of another virtual environment; None: this one. It needs no package of
+            ours.
         arguments: keyword arguments of the class or factory, as JSON types; None: none.
 
     Returns:
-        The factory. It raises `EnvironmentDied` if the process does not start, and `LockstepError` if the constructor
-        raised.
+        The factory. It raises `EnvironmentDied` if the process does not start, `LockstepError` if the constructor
+            raised.
     """
     classes: list[type[ProcessEnvironment]] = []
     given = json.dumps(dict(arguments or {}))
@@ -206,19 +190,15 @@ def _method(
     call.__name__, call.__qualname__ = name, f"{owner}.{name}"
     call.__doc__ = doc
     call.__signature__ = inspect.Signature([own, *found])  # type: ignore[attr-defined]
-    call.__annotations__ = {
-        p.name: p.annotation for p in found if p.annotation is not inspect.Parameter.empty
-    }
+    none = inspect.Parameter.empty
+    call.__annotations__ = {p.name: p.annotation for p in found if p.annotation is not none}
     if returns is not None:
         call.__annotations__["return"] = _type(returns)
     return call
 
 
 def _type(annotation: str | None) -> Any:
-    """The type that an annotation names.
-
-    The text comes from the user's own class, which already runs on this machine.
-    """
+    """The type that an annotation names. Its text comes from the user's class, which already runs on this machine."""
     if annotation is None:
         return inspect.Parameter.empty
     try:
@@ -245,7 +225,6 @@ class EnvironmentKind:
     Attributes:
         title: name of its class, under which its rewards are logged.
         schemas: JSON schema of each of its tools.
-        has_reward: whether it has a `get_reward`.
         speaks: whether it has a `next_user_message`.
     """
 
@@ -258,12 +237,9 @@ class EnvironmentKind:
 class Environment:
     """One instance, while it belongs to one rollout.
 
-    Args:
-        place: where its plain methods run.
-
     Attributes:
         instance: the user's object, for reward functions.
-        tools: its public methods, by name.
+        tools: its public methods, by name; plain ones run in `place`.
         failed: why it cannot go on; None while it can.
     """
 
@@ -271,10 +247,8 @@ class Environment:
         self.name, self.instance = name, instance
         self.failed: str | None = None
         self.title = type(instance).__name__
-        self.tools = {
-            method: replace(tool_of(getattr(instance, method)), place=place)
-            for method in public_methods(instance)
-        }
+        own = {name: tool_of(getattr(instance, name)) for name in public_methods(instance)}
+        self.tools = {name: replace(tool, place=place) for name, tool in own.items()}
         self._place, self._calls = place, calls
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Content | None:
@@ -300,12 +274,10 @@ class Environment:
     async def next_user_message(self, answer: str) -> Content | None:
         """The user's message after a turn that calls no tool; None: the rollout ends.
 
-        Args:
-            answer: text of the turn, without thinking.
+        `answer` is the text of the turn, without thinking.
 
         Raises:
-            EnvironmentFailed: `next_user_message` raised, hung, or returned something else than None, text or content
-                blocks.
+            EnvironmentFailed: the method raised, hung, or returned something else than None, text or content blocks.
         """
         if not self.speaks:
             return None
@@ -333,11 +305,9 @@ class Environment:
         return number
 
     def check(self, results: list[ToolResult]) -> None:
-        """Check that the environment survived the calls of a turn.
+        """Raise `EnvironmentFailed` if one of its methods hung or its process died in the calls of a turn.
 
-        Raises:
-            EnvironmentFailed: one of its methods hung, or its process died. An error of a method is a text for the
-                model instead.
+        An error of a method is a text for the model instead.
         """
         for result in results:
             died = result.error is not None and isinstance(result.error.__cause__, EnvironmentDied)
@@ -376,9 +346,8 @@ class Environment:
         said = await self._own(method, given, made)
         if said is None or isinstance(said, Content):
             return said
-        raise self.fail(
-            method, f"it returned {type(said).__name__}, not None, text or a list of content blocks"
-        )
+        kind = type(said).__name__
+        raise self.fail(method, f"it returned {kind}, not None, text or a list of content blocks")
 
     def fail(self, method: str, why: str) -> EnvironmentFailed:
         """Mark the environment as failed. Returns the error to raise."""
@@ -389,18 +358,13 @@ class Environment:
 class Environments:
     """The environments of a run, on the rank that makes the rollouts.
 
-    Args:
-        factory: makes an environment; or factories by the name that a row's column `environment` gives.
-        calls: runs their methods.
+    `factory` makes an environment; or factories by the name that a row's column `environment` gives.
     """
 
     def __init__(self, factory: Factory | Mapping[str, Factory], calls: ToolCalls) -> None:
         self.routed = isinstance(factory, Mapping)
-        self._factories: dict[str | None, Factory] = {}
-        if isinstance(factory, Mapping):
-            self._factories.update(factory.items())
-        else:
-            self._factories[None] = factory
+        named = factory.items() if isinstance(factory, Mapping) else [(None, factory)]
+        self._factories: dict[str | None, Factory] = dict(named)
         self._calls = calls
         self._free: dict[str | None, list[Environment]] = {name: [] for name in self._factories}
         self._taken: set[Environment] = set()
@@ -450,11 +414,7 @@ class Environments:
         return list(self._factories)
 
     def name_of(self, columns: Mapping[str, Any]) -> str | None:
-        """Name of the factory of a row.
-
-        Raises:
-            InputError: there are several factories, and the row's column `environment` names none of them.
-        """
+        """Name of the factory of a row; an `InputError` if its column `environment` names none of several."""
         if not self.routed:
             return None
         name = columns.get("environment")
@@ -475,11 +435,8 @@ class Environments:
             EnvironmentFailed: a new one was needed, and its constructor raised or hung.
             InputError: a method of a new one cannot be a tool.
         """
-        try:
-            found = self._free[name].pop()
-        except IndexError:
-            found = None
-        found = found or await self._made(name)
+        free = self._free[name]
+        found = free.pop() if free else await self._made(name)
         self._taken.add(found)
         return found
 
@@ -492,21 +449,15 @@ class Environments:
 
         make.__qualname__ = f"environment {name or _title(factory)}"
         try:
-            # A class is called like any other function.
             instance = await self._calls.call(make, {}, place)
         except (TookTooLong, Raised) as error:
             if place is not self._calls.home:
                 place.end()
-            raise EnvironmentFailed(
-                f"environment {name or _title(factory)}: its constructor: {error}"
-            ) from error
+            raise EnvironmentFailed(f"{make.__qualname__}: its constructor: {error}") from error
         return Environment(name, instance, place, self._calls)
 
     def give_back(self, environment: Environment) -> None:
-        """Take an environment back after its rollout was scored.
-
-        One that failed is ended instead of being used again.
-        """
+        """Take an environment back after its rollout was scored. One that failed is ended."""
         self._taken.discard(environment)
         if environment.failed is None:
             self._free[environment.name].append(environment)
@@ -516,10 +467,8 @@ class Environments:
     @property
     def methods(self) -> list[Any]:
         """The methods that a model may call, of one environment of each factory, as far as one is free."""
-        every = [
-            getattr(free[0].instance, name) for free in self._free.values() if free for name in free[0].tools
-        ]
-        return list(dict.fromkeys(every))
+        first = [free[0] for free in self._free.values() if free]
+        return list(dict.fromkeys(getattr(one.instance, name) for one in first for name in one.tools))
 
     def spare(self) -> Any:
         """The user's object of an environment that no rollout has; None if there is none."""
@@ -534,9 +483,7 @@ class Environments:
 
 
 def public_methods(instance: Any) -> list[str]:
-    """Names of the methods that are tools: the public functions of its class, but those that the rollout itself
-    calls.
-    """
+    """Names of the methods that are tools: the public functions of its class, but those that the rollout calls."""
     members = inspect.getmembers(type(instance), inspect.isfunction)
     return [name for name, _ in members if not name.startswith("_") and name not in _OWN]
 

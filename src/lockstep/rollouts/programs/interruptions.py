@@ -1,9 +1,7 @@
-"""Interrupts completions that think for too long: an end of thinking is inserted after their ids, and they continue
-to an answer.
+"""Interrupts completions that think for too long: an end of thinking is inserted, and they continue to an answer.
 
-These are the forced-length interruptions of ScaleRL (arXiv 2510.13786). It is a program of the driver. The inserted
-ids are context, like a prompt. They were not sampled, so the policy does not learn from them and the proof leaves them
-out (`Completion.sampled`).
+These are the forced-length interruptions of ScaleRL (arXiv 2510.13786). The inserted ids are context, like a prompt:
+the policy does not learn from them and the proof leaves them out (`Completion.sampled`).
 """
 
 from __future__ import annotations
@@ -23,10 +21,9 @@ from lockstep.tokens.arrays import Ids
 class Interruption:
     """When thinking is interrupted, and the ids that are inserted.
 
-    The check for the end of thinking uses the ids of a completion, not its text. The check is exact if the end of
-    thinking is one token, as in models that are trained to think. An end of several tokens is missed if the model
-    writes it with other tokens (for example with a part joined to the word before). Such a completion is interrupted
-    although it has ended its thinking.
+    The check for the end of thinking uses ids, not text. It is exact if the end of thinking is one token. An end of
+    several tokens is missed if the model writes it with other tokens; then the completion is interrupted although it
+    has ended its thinking.
 
     Attributes:
         after: number of tokens after which a completion that still thinks is interrupted.
@@ -51,7 +48,7 @@ class Interruption:
             raise ValueError(f"interrupted by the ids {self.ids}, ended by {self.end_ids}")
 
     def place(self, seed: int) -> int:
-        """Number of tokens after which a completion is interrupted. It is a function of the rollout's seed."""
+        """Number of tokens after which a completion is interrupted: a function of the rollout's seed."""
         return self._earliest + derived_seed(seed, "interrupted") % (self.after - self._earliest + 1)
 
     @property
@@ -66,32 +63,22 @@ class Interruption:
         return not (np.lib.stride_tricks.sliding_window_view(ids, size) == self.end_ids).all(axis=1).any()
 
     def check_room(self, limit: int) -> None:
-        """Refuse a length limit that leaves no tokens for an answer.
-
-        A limit that ends before every interruption is accepted.
-
-        Raises:
-            InputError: the limit leaves no tokens for an answer.
-        """
+        """Refuse (`InputError`) a limit that leaves no tokens for an answer, unless it ends before interruptions."""
         if self._earliest < limit <= self.after + len(self.ids):
             raise InputError(
                 f"max_thinking_length={self.after} and an interruption of {len(self.ids)} tokens leave "
-                f"nothing for an answer "
-                f"within the {limit} tokens of a completion: lower max_thinking_length, shorten interruption, "
-                f"or raise the limit"
+                f"nothing for an answer within the {limit} tokens of a completion: lower max_thinking_length, "
+                "shorten interruption, or raise the limit"
             )
 
 
 def interrupted(interruption: Interruption, sampling: Sampling) -> Program:
     """The program of a rollout whose thinking is interrupted.
 
-    First the engine samples up to the place of the interruption. An unfinished completion is then continued, id for
-    id, for the rest of its `max_tokens`. If it still thinks, the interruption is inserted before its continuation.
-    The sampling distribution is the same as without the split. Inserted ids count towards `max_tokens`. They are not
-    part of the text in which stop strings are searched.
-
-    Args:
-        sampling: the settings of the rollouts, checked here.
+    First the engine samples up to the place of the interruption. An unfinished completion is then continued, id for id,
+    for the rest of its `max_tokens`. If it still thinks, the interruption is inserted before its continuation. The
+    sampling distribution is the same as without the split. Inserted ids count towards `max_tokens`. They are not part
+    of the text in which stop strings are searched.
 
     Raises:
         InputError: the settings leave no room for an answer, or have penalties that count the tokens of a completion.

@@ -69,26 +69,23 @@ def groups_of_columns(
         images: reads images; None: the run shows none.
 
     Raises:
-        InputError: a column is missing, has a wrong length, or has a value that no rollout can have. The message
-            names it.
+        InputError: a column is missing, has a wrong length, or has a value that no rollout can have.
     """
     count = len(prompts) * num_generations
     found = _checked(columns, count)
     groups = []
     for place, prompt in enumerate(prompts):
         rows = range(place * num_generations, (place + 1) * num_generations)
-        rollouts = [
-            _rollout(found, row, prompt, k, version, bounds, decode, images) for k, row in enumerate(rows)
-        ]
+        shared = version, bounds, decode, images
+        rollouts = [_rollout(found, row, prompt, k, *shared) for k, row in enumerate(rows)]
         groups.append(RolloutGroup(prompt, tuple(replace(r, seal=seal_of(r, prompt)) for r in rollouts)))
     return groups
 
 
 def _checked(columns: Any, count: int) -> dict[str, Any]:
     if not isinstance(columns, Mapping):
-        raise InputError(
-            f"rollout_func returned {type(columns).__name__}, not a dict with {', '.join(_REQUIRED)}"
-        )
+        kind = type(columns).__name__
+        raise InputError(f"rollout_func returned {kind}, not a dict with {', '.join(_REQUIRED)}")
     missing = [name for name in _REQUIRED if name not in columns]
     if missing:
         raise InputError(
@@ -101,8 +98,7 @@ def _checked(columns: Any, count: int) -> dict[str, Any]:
             length = len(values) if hasattr(values, "__len__") else "no"
             raise InputError(
                 f"rollout_func returned {length} rows in {name!r} for {count} rollouts: it gets each prompt "
-                f"once per rollout, and "
-                "returns one row for each"
+                "once per rollout, and returns one row for each"
             )
     return {name: values for name, values in columns.items() if values is not None}
 
@@ -124,13 +120,14 @@ def _rollout(
     if len(token_ids) > bounds.completion or len(prompt_ids) + len(token_ids) > bounds.context:
         raise InputError(
             f"{where} has {len(prompt_ids)} prompt ids and {len(token_ids)} completion ids; at most "
-            f"{bounds.completion} completion "
-            f"ids and {bounds.context} ids in all are possible: sample fewer, or raise max_completion_length and "
-            "vllm_max_model_length"
+            f"{bounds.completion} completion ids and {bounds.context} ids in all are possible: sample fewer, "
+            "or raise max_completion_length and vllm_max_model_length"
         )
     mask = _mask(columns, row, where, len(token_ids))
     logprobs = _logprobs(columns, row, where, token_ids, mask)
-    own = {name: values for name, values in columns.items() if name not in _OWN}
+    pictures = None
+    if images is not None:
+        pictures = _pictures(columns, row, where, prompt, (prompt_ids, token_ids, mask), images)
     completion = Completion(
         key,
         prompt_ids,
@@ -139,10 +136,9 @@ def _rollout(
         np.full(len(token_ids), version),
         _finish_reason(columns, row, where, token_ids, bounds),
         None if mask is None or mask.all() else mask,
-        pictures=None
-        if images is None
-        else _pictures(columns, row, where, prompt, (prompt_ids, token_ids, mask), images),
+        pictures=pictures,
     )
+    own = {name: values for name, values in columns.items() if name not in _OWN}
     given = {name: values[row] if isinstance(values, list) else values for name, values in own.items()}
     return Rollout(completion, decode(token_ids), notes={"columns": given} if given else {})
 
@@ -171,8 +167,7 @@ def _pictures(
         said = error.found if isinstance(error, ProofError) else str(error)
         raise InputError(
             f"{where}: {said}; return in 'images' the images whose ids are in prompt_ids and completion_ids, "
-            f"up to the last "
-            "sampled id"
+            "up to the last sampled id"
         ) from error
 
 
@@ -216,15 +211,13 @@ def _logprobs(columns: Mapping[str, Any], row: int, where: str, token_ids: Ids, 
         ) from error
     if not np.isfinite(found).all() or found.max() > 1e-4:
         wrong = float(found[~(np.isfinite(found) & (found <= 1e-4))][0])
-        raise InputError(
-            f"{where}: {wrong} is not a log-prob; every sampled id needs the one that the engine gave it"
-        )
+        advice = "every sampled id needs the one that the engine gave it"
+        raise InputError(f"{where}: {wrong} is not a log-prob; {advice}")
     if "logprob_token_ids" in columns:
         named = np.asarray(_plain(columns["logprob_token_ids"][row]))
         if named.shape != token_ids.shape or (named[sampled] != token_ids[sampled]).any():
-            raise InputError(
-                f"{where}: logprob_token_ids are not completion_ids: the log-probs belong to other tokens"
-            )
+            why = "the log-probs belong to other tokens"
+            raise InputError(f"{where}: logprob_token_ids are not completion_ids: {why}")
     return found
 
 

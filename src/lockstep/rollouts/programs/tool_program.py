@@ -1,9 +1,8 @@
 """The program of a rollout with tools or an environment: turns, and what answers them, until nothing answers a turn.
 
-The driver runs it once per rollout (`rollouts/driver.py`). It samples a turn, reads the tool calls from the turn's
-ids, runs them, and inserts the ids of their results (`tokens/extension.py`). An environment may answer a turn without
-a call with a message of the user. Where the chat template shows earlier turns differently from then on, it starts a
-branch. It leaves in `Conversation.notes`:
+It samples a turn, reads the tool calls from the turn's ids, runs them, and inserts the ids of their results
+(`tokens/extension.py`). An environment may answer a turn without a call with a message of the user. Where the chat
+template shows earlier turns differently from then on, it starts a branch. It leaves in `Conversation.notes`:
 
 | note | what it is |
 |---|---|
@@ -44,12 +43,7 @@ _CHECKED = 4
 
 @dataclass(slots=True)
 class _Said:
-    """The conversation so far.
-
-    Attributes:
-        shown: all messages, as the chat template takes them.
-        kept: the messages after the prompt, as reward functions get them.
-    """
+    """The conversation so far: all messages for the chat template, and those after the prompt for rewards."""
 
     shown: list[Message]
     kept: list[Message]
@@ -59,11 +53,7 @@ class ToolProgram:
     """The program of every rollout of a run with tools or environments.
 
     Args:
-        extensions: extends the conversations of each kind of environment, by its name; without environments the name
-            is None.
-        tools: functions that every rollout may call, by name.
-        calls: runs the calls.
-        environments: the environments; None if there are none.
+        extensions: extends the conversations of each kind of environment, by its name; without environments it is None.
         iterations: how often a rollout may call tools and go on; None: any number of times.
         longest_token: number of characters of the longest token.
         images: finds the places of pictures; None: the run shows none.
@@ -108,9 +98,7 @@ class ToolProgram:
             self._give_back(rollout.notes.get("environment", -1))
 
     def release_all(self) -> None:
-        """Use the environments of all rollouts again that are not running: their generations are given up, or begin
-        again.
-        """
+        """Use all environments again whose rollouts do not run: their generations are given up, or begin again."""
         for seed in list(self._held):
             self._give_back(seed)
 
@@ -131,17 +119,13 @@ class ToolProgram:
         asked, longest = self._asked(conversation), conversation.context * self._longest_token
         if begun is not None:
             self._check_count(environment, "reset", begun, asked)
-        said = _Said(
-            _with_content(asked, None if begun is None else begun.shown(longest)),
-            conversation.notes["messages"],
-        )
+        shown = _with_content(asked, None if begun is None else begun.shown(longest))
+        said = _Said(shown, conversation.notes["messages"])
         if begun is not None and any(begun.parts):
             ids = self._extensions[environment.name].prompt(said.shown)
             if len(ids) >= conversation.context:
-                raise environment.fail(
-                    "reset",
-                    f"with its text, the prompt has {len(ids)} tokens and leaves no room for an answer",
-                )
+                why = f"with its text, the prompt has {len(ids)} tokens and leaves no room for an answer"
+                raise environment.fail("reset", why)
             asked = with_data_urls(conversation.prompt.source)
             conversation.notes["prompt"] = _with_content(asked, begun.kept(longest))
             conversation.branch(ids, self._placed(ids, said.shown))
@@ -151,12 +135,7 @@ class ToolProgram:
         conversation.notes["rewards"] = {environment.title: reward}
 
     async def _talk(self, conversation: Conversation, environment: Environment | None, said: _Said) -> None:
-        """Turns and what answers them, until nothing answers a turn, a turn is cut, or no iterations are left.
-
-        Raises:
-            OutOfRoom: what answers a turn does not fit any more.
-            EnvironmentFailed: the environment hung or died in a call.
-        """
+        """Turns and what answers them, until nothing answers a turn, a turn is cut, or no iterations are left."""
         extension = self._extensions[environment.name if environment is not None else None]
         tools = {**self._tools, **environment.tools} if environment is not None else self._tools
         notes, rounds = conversation.notes, 0
@@ -183,26 +162,20 @@ class ToolProgram:
                     environment.check(results)
                 shown, kept = _answers(extension, parsed, results, longest)
             else:
-                said_next = (
-                    await environment.next_user_message(parsed.content) if environment is not None else None
-                )
-                if said_next is None:
+                if (
+                    environment is None
+                    or (heard := await environment.next_user_message(parsed.content)) is None
+                ):
                     return
-                assert environment is not None
-                self._check_count(environment, "next_user_message", said_next, said.shown)
-                shown, kept = (
-                    [{"role": "user", "content": content}]
-                    for content in (said_next.shown(longest), said_next.kept(longest))
-                )
+                self._check_count(environment, "next_user_message", heard, said.shown)
+                contents = heard.shown(longest), heard.kept(longest)
+                shown, kept = ([{"role": "user", "content": content}] for content in contents)
             go_on(conversation, extension, said.shown, context, turn, shown, self._images)
             said.shown += [parsed.message, *shown]
             said.kept += kept
 
     def _within_limit(self, results: list[ToolResult], before: Sequence[Message]) -> list[ToolResult]:
-        """The results of a turn.
-
-        Those with which the conversation would have too many pictures are errors for the model.
-        """
+        """The results, with errors for the model instead of those that would show it too many pictures."""
         count, found = len(pictures_in(before)), []
         for result in results:
             try:
@@ -217,11 +190,7 @@ class ToolProgram:
     def _check_count(
         self, environment: Environment, method: str, said: Content, before: Sequence[Message]
     ) -> None:
-        """Check the number of pictures with those that an environment has given.
-
-        Raises:
-            EnvironmentFailed: there are too many.
-        """
+        """Check the number of pictures with those that an environment has given, which fails if they are too many."""
         try:
             if said.pictures and self._images is not None:
                 self._images.check_count(len(pictures_in(before)) + said.pictures)
@@ -290,12 +259,10 @@ def _with_content(prompt: Sequence[Message], content: template.Content | None) -
     messages = list(prompt)
     if content:
         before = messages[-1].get("content") or ""
-        parts = [_parts(before), _parts(content)]
-        whole = (
-            before + content
-            if isinstance(before, str) and isinstance(content, str)
-            else [p for own in parts for p in own]
-        )
+        if isinstance(before, str) and isinstance(content, str):
+            whole: template.Content = before + content
+        else:
+            whole = [*_parts(before), *_parts(content)]
         messages[-1] = {**messages[-1], "content": whole}
     return messages
 
@@ -320,9 +287,7 @@ def _kept(turn: ParsedTurn) -> Message:
 def _answers(
     extension: Extension, turn: ParsedTurn, results: Sequence[ToolResult], longest: int
 ) -> tuple[list[Message], list[Message]]:
-    """The messages that answer a turn's calls, in the order of the calls: for the template, and for reward
-    functions.
-    """
+    """The messages that answer a turn's calls, in their order: for the template, and for reward functions."""
     shown: list[Message] = []
     kept: list[Message] = []
     for call, result in zip(turn.calls, results, strict=True):

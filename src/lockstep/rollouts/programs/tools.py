@@ -1,9 +1,8 @@
-"""Tools: functions that the model may call, and what they give the model to read.
+"""Tools: Python functions that the model may call during a rollout, with TRL's convention, and what it reads of them.
 
-Tools: Python functions that the model may call during a rollout, with TRL's convention.
-
-A trainer's `tools` come here. Type hints and the Google-style docstring of a function make its JSON schema, which the
-chat template shows to the model. `ToolCalls` runs the calls of a rollout's turns.
+Type hints and the Google-style docstring of a function make its JSON schema, which the chat template shows to the
+model. `ToolCalls` runs the calls of a rollout's turns. A `Content` is made of what the user's code returned, in the
+thread of that code, because a picture is opened and processed there.
 
 | function | where it runs |
 |---|---|
@@ -16,11 +15,6 @@ Proof `tool_results`.
 Shows: the thread that ran a tool call names the call, and it is the call that gets the result.
 Does not show: a tool that mixes up its own results; a result that is an error.
 When: every tool call.
-
-What a tool or an environment gives the model to read: text and pictures, in order.
-
-A `Content` is made of what the user's code returned. It is made in the thread of that code, because a picture is
-opened and processed there. Then it becomes a part of a message.
 """
 
 from __future__ import annotations
@@ -52,19 +46,13 @@ from lockstep.tokens.chat import picture_part
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """An image that the model sees.
-
-    Attributes:
-        url: the image as a `data:` URL, for messages that are kept.
-        picture: the image as the model takes it.
-    """
+    """An image that the model sees: a `data:` URL for messages that are kept, and what the model takes."""
 
     url: str
     picture: Picture
 
 
-# Opens and processes the images that user code gave in one result: each opened image, and the image as the model
-# takes it.
+# Opens and processes the images of one result: each opened image, and the image as the model takes it.
 Process = Callable[[Sequence[Any]], Iterable[tuple[Image.Image, Picture]]]
 
 
@@ -85,11 +73,7 @@ class Content:
         return sum(not isinstance(part, str) for part in self.parts)
 
     def shown(self, longest: int) -> template.Content:
-        """The content of a message, as the chat template takes it.
-
-        Args:
-            longest: number of characters after which each text is cut.
-        """
+        """The content of a message, as the chat template takes it. Each text is cut after `longest` characters."""
         return self._content(longest, lambda seen: picture_part(seen.picture))
 
     def kept(self, longest: int) -> template.Content:
@@ -106,19 +90,12 @@ class Content:
 
 
 def content_of(result: Any, process: Process) -> Content:
-    """What the model reads of a tool's result: an image, content blocks, or else `str(result)`, as in TRL.
-
-    Raises:
-        InputError: a block is neither text nor an image, or an image cannot be read.
-    """
+    """What the model reads of a tool's result: an image, content blocks, or else `str(result)`, as in TRL."""
     if isinstance(result, Image.Image):
         return content_of_blocks([{"type": "image", "image": result}], process)
-    if (
-        isinstance(result, list)
-        and result
-        and all(isinstance(part, dict) and "type" in part for part in result)
-    ):
-        return content_of_blocks(result, process)
+    parts = result if isinstance(result, list) else []
+    if parts and all(isinstance(part, dict) and "type" in part for part in parts):
+        return content_of_blocks(parts, process)
     return Content((printable(str(result)),))
 
 
@@ -136,7 +113,7 @@ def content_of_blocks(blocks: Sequence[Mapping[str, Any]], process: Process) -> 
 
 
 def giving(function: Callable[..., Any], made: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A function whose result is made into something else in the same place: in its thread, or in its event loop."""
+    """A function whose result `made` converts in the same place: in its thread, or in its event loop."""
     if is_coroutine_function(function):
 
         async def awaited(**given: Any) -> Any:
@@ -156,20 +133,15 @@ def printable(text: str) -> str:
 
 
 def shows_no_images(images: Sequence[Any]) -> Iterable[tuple[Image.Image, Picture]]:
-    """The function `process` of a run whose model sees no images.
-
-    Raises:
-        InputError: always.
-    """
+    """The function `process` of a run whose model sees no images: it raises an `InputError`."""
     raise InputError("this run shows no images to the model; give text")
 
 
 def _text(block: Mapping[str, Any]) -> str:
     if block.get("type") == "text" and isinstance(block.get("text"), str):
         return printable(block["text"])
-    raise InputError(
-        f"a content block of type {block.get('type')!r:.40} is not supported; give text or images"
-    )
+    kind = block.get("type")
+    raise InputError(f"a content block of type {kind!r:.40} is not supported; give text or images")
 
 
 Schema = dict[str, Any]
@@ -185,11 +157,9 @@ _PER_CALL, _IN_ALL = 0.01, 0.5
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call.
+    """A function that the model may call, with the arguments of a call by keyword.
 
     Attributes:
-        name: the function's name, by which the model calls it.
-        function: called with the arguments of a call by keyword; may be a coroutine function.
         schema: its JSON schema, as `transformers.utils.get_json_schema` makes it.
         place: where an environment's plain methods run; None: where the function's own plain calls run.
     """
@@ -245,12 +215,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
 
 
 def tools_of(functions: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
-    """Tools by name.
-
-    Raises:
-        InputError: a function has no name, no docstring, or arguments without a type or a description; or two have
-            the same name.
-    """
+    """Tools by name. Raises as `tool_of`, and an `InputError` for two tools of one name."""
     found: dict[str, Tool] = {}
     for function in functions:
         tool = tool_of(function)
@@ -265,8 +230,7 @@ class ToolCalls:
 
     Args:
         timeout: seconds that one call may take.
-        home: where plain functions run, and environments that ask for nothing else; None: in the thread that serves
-            the engine.
+        home: where plain functions and environments run; None: in the thread that serves the engine.
         threads: whether every call of a tool, and every environment, gets a thread of its own.
 
     Attributes:
@@ -285,7 +249,6 @@ class ToolCalls:
         # The turns whose rollouts wait for calls: these calls, ended ones too, with the names of their functions.
         # None in place of a name: the thread that serves the engine runs the call, and nothing else meanwhile.
         self._open: list[dict[asyncio.Task[Any], str | None]] = []
-        # The functions that took long.
         self._slow: set[str | None] = set()
         # Seconds that the driver has waited for the calls of each function, and the number of these calls.
         self._waited: dict[str | None, tuple[float, int]] = {}
@@ -318,12 +281,9 @@ class ToolCalls:
     async def run(
         self, tools: Mapping[str, Tool], calls: Sequence[tuple[str, Any]], turn: str = "a turn"
     ) -> list[ToolResult]:
-        """The results of the calls of one turn, in the order of the calls.
-
-        A call that fails gives an error as its text.
+        """The results of the calls of one turn, in their order. A call that fails gives an error as its text.
 
         Args:
-            tools: the tools of this rollout, by name.
             calls: name and arguments of each call.
             turn: names the turn and its rollout. No other turn that runs meanwhile may have this name.
 
@@ -331,14 +291,11 @@ class ToolCalls:
             ProofError: a result belongs to another call.
         """
         tickets = [f"call {number} of {turn}" for number in range(len(calls))]
-        turn_calls: dict[asyncio.Task[ToolResult], str | None] = {
-            asyncio.ensure_future(self._one(tools, name, given, ticket)): self._counted_as(
-                tools[name].function, self._place(tools[name])
-            )
-            if name in tools
-            else ""
-            for (name, given), ticket in zip(calls, tickets, strict=True)
-        }
+        turn_calls: dict[asyncio.Task[ToolResult], str | None] = {}
+        for (name, given), ticket in zip(calls, tickets, strict=True):
+            tool = tools.get(name)
+            counted_as = self._counted_as(tool.function, self._place(tool)) if tool is not None else ""
+            turn_calls[asyncio.ensure_future(self._one(tools, name, given, ticket))] = counted_as
         with self._counted(turn_calls):
             found = await asyncio.gather(*turn_calls)
         for result, ticket in zip(found, tickets, strict=True):
@@ -357,7 +314,6 @@ class ToolCalls:
         """The result of one function of an environment.
 
         Args:
-            given: its arguments, by name.
             place: where a plain function runs; None: where the function's own plain calls run.
 
         Raises:
@@ -380,8 +336,8 @@ class ToolCalls:
     def _counted(self, calls: dict[asyncio.Task[Any], str | None]) -> Iterator[None]:
         """Count the calls of a turn as open until the coroutine that awaits them goes on.
 
-        A call ends some passes of the event loop before this coroutine goes on. If the call did not count as open
-        meanwhile, `settled` could miss a rollout whose next request is still to come.
+        A call ends some passes of the event loop earlier. Without the count, `settled` could miss a rollout whose next
+        request is still to come.
         """
         self._open.append(calls)
         try:
@@ -415,25 +371,21 @@ class ToolCalls:
         if isinstance(place, Here):
             return f"training was started outside the main thread; start it in the main thread, {otherwise}"
         if place is self.home:
-            return (
-                f"with max_staleness, tools and environments run beside the main thread; set "
-                f"max_staleness to 0, {otherwise}"
-            )
+            advice = f"set max_staleness to 0, {otherwise}"
+            return f"with max_staleness, tools and environments run beside the main thread; {advice}"
         return f"it runs in a thread of its own; leave out tool_threads or its own_thread, {otherwise}"
 
     async def settled(self) -> bool:
         """Wait for calls of quick functions. False: no rollout waits for such a call, or has yet to go on after one.
 
-        The driver calls it between two steps of the engine, so that quick calls do not make batches depend on
-        threads: a run with quick tools can be repeated exactly. The engine stands still meanwhile. Therefore a
-        function is not waited for again after one call took longer than 0.3 s, or after the waits were longer than 10
-        ms per call and 0.5 s in all. Calls in the thread of the engine are always waited for, because the engine
-        cannot go on meanwhile.
+        Quick calls must not make batches depend on threads: a run with quick tools can be repeated exactly. The engine
+        stands still meanwhile. Therefore a function is not waited for again after one call took longer than 0.3 s, or
+        after the waits were longer than 10 ms per call and 0.5 s in all. Calls in the thread of the engine are always
+        waited for.
         """
         # A turn with a slow call goes on when that call ends: nobody waits for its quick calls.
-        turns = [
-            t for t in self._open if all(task.done() or name not in self._slow for task, name in t.items())
-        ]
+        slow = self._slow
+        turns = [t for t in self._open if all(task.done() or of not in slow for task, of in t.items())]
         if not turns:
             return False
         quick = {task: name for turn in turns for task, name in turn.items() if not task.done()}
@@ -469,9 +421,8 @@ class ToolCalls:
         except TypeError as error:
             return failed_call(name, str(error), ticket=ticket)
         try:
-            content, done = await self._result(
-                self._answering(tool.function, ticket), given, self._place(tool)
-            )
+            answering = self._answering(tool.function, ticket)
+            content, done = await self._result(answering, given, self._place(tool))
         except (TookTooLong, Raised) as error:
             self.failing.note(name_of(tool.function), error)
             return failed_call(name, str(error), error=error, ticket=ticket)
@@ -479,11 +430,7 @@ class ToolCalls:
         return ToolResult(name, content, ticket=done)
 
     def _answering(self, function: Callable[..., Any], ticket: str) -> Callable[..., Any]:
-        """The function with what the model reads of its result, and the ticket of the call beside it.
-
-        Both are made where the
-        function runs: the first, because making text of a value is the user's code too; the ticket, because it shows
-        which call the result came from."""
+        """The function with what the model reads of its result, and the ticket of its call: both made where it runs."""
         return giving(function, lambda result: (content_of(result, self.process), ticket))
 
     def close(self) -> None:
@@ -506,11 +453,7 @@ class Failing:
         self._ends: dict[str, list[tuple[Any, str] | None]] = {}
 
     def note(self, name: str, error: LockstepError | None) -> None:
-        """Note how a call has ended.
-
-        Args:
-            error: of the tool's own code, or that its time limit passed; None: it has given a result.
-        """
+        """Note how a call has ended: with a result, with an error of the tool's own code, or at its time limit."""
         self._ends.setdefault(name, []).append(None if error is None else (_way_of(error), _in_words(error)))
 
     def take(self) -> list[tuple[str, int, str]]:
@@ -531,10 +474,7 @@ class Failing:
 
 
 def _way_of(error: LockstepError) -> Any:
-    """How a call failed: the kind of its error and the line that raised it.
-
-    Its text may name a thread or an argument.
-    """
+    """How a call failed: the kind of its error and the line that raised it. The text may name a thread."""
     cause = error.__cause__
     if not isinstance(error, Raised) or cause is None:
         return type(error)
@@ -547,10 +487,9 @@ def _way_of(error: LockstepError) -> Any:
 
 
 def _in_words(error: LockstepError) -> str:
-    cause = error.__cause__
-    said = (
-        f"{type(cause).__name__}: {cause}" if isinstance(error, Raised) and cause is not None else str(error)
-    )
+    cause, said = error.__cause__, str(error)
+    if isinstance(error, Raised) and cause is not None:
+        said = f"{type(cause).__name__}: {cause}"
     return " ".join(said.split())[:_LONGEST_ERROR]
 
 

@@ -45,11 +45,7 @@ class Raised(LockstepError):
 class Here:
     """The thread in which the engine is served, most often the main thread: signals and connections work in it.
 
-    It does the calls between two steps of the engine, one after the other, in the order in which programs make them.
-
-    Attributes:
-        errands: the calls.
-        in_main_thread: whether the last call ran in the main thread.
+    It does the calls between two steps of the engine, in the order in which programs make them.
     """
 
     def __init__(self) -> None:
@@ -80,26 +76,17 @@ class Here:
 
 
 class Worker:
-    """One thread that runs one function after the other.
-
-    Args:
-        name: name of the thread.
-    """
+    """One thread that runs one function after the other."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[None], Future[Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._work = queue.SimpleQueue[tuple[Callable[[], Any], Future[None], Future[Any]] | None]()
         self._thread: threading.Thread | None = None
 
     async def run(self, function: Callable[[], Any], limit: float, what: str) -> Any:
-        """The result of `function()`, which begins when the functions before it have ended.
+        """The result of `function()`, which begins when the functions before it have ended. Raises as `Here.run`.
 
-        Raises:
-            TookTooLong: the function did not end within `limit` seconds. If it cannot be ended, later ones run in
-                another thread.
-            Raised: the function raised an error.
+        If a function cannot be ended, later ones run in another thread.
         """
 
         def guarded() -> Any:
@@ -117,9 +104,7 @@ class Worker:
             raise
 
     def do(self, work: Callable[[], T], limit: float) -> T:
-        """The result of work that belongs into this thread, for another thread that waits for it.
-
-        Errors keep their type.
+        """The result of work that belongs into this thread, for another thread that waits. Errors keep their type.
 
         Raises:
             TookTooLong: the work did not end within `limit` seconds.
@@ -194,14 +179,10 @@ def _limited(function: Callable[[], Any], limit: float, what: str, *, awaited: b
 
 
 async def in_loop(function: Callable[[], Awaitable[Any]], limit: float, what: str) -> Any:
-    """The result of `await function()`, in the loop of the user's coroutine functions. Calls run concurrently.
+    """The result of `await function()`, in the loop of the user's coroutine functions. Raises as `Here.run`.
 
-    It is not the loop that talks to the engine. Therefore a coroutine function that blocks its loop stops no
-    sampling. If a coroutine function blocks the loop for longer than its time limit, later calls get a new loop.
-
-    Raises:
-        TookTooLong: it did not come within `limit` seconds.
-        Raised: the function raised an error.
+    It is not the loop that talks to the engine: a coroutine function that blocks it stops no sampling. If it is blocked
+    for longer than the time limit, later calls get a new loop.
     """
     loop = USERS_LOOP.get()
     found = asyncio.run_coroutine_threadsafe(_guarded(function, limit, what), loop)
@@ -214,12 +195,7 @@ async def in_loop(function: Callable[[], Awaitable[Any]], limit: float, what: st
 
 
 async def in_thread(function: Callable[[], Any], limit: float, what: str) -> Any:
-    """The result of `function()`, which runs in a thread of its own.
-
-    Raises:
-        TookTooLong: the function did not end within `limit` seconds.
-        Raised: the function raised an error.
-    """
+    """The result of `function()`, which runs in a thread of its own. Raises as `Here.run`."""
     worker = Worker("lockstep-tool")
     try:
         return await worker.run(function, limit, what)

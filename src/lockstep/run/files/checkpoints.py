@@ -1,24 +1,9 @@
 """Checkpoints of a run: when they are written, what is in them, and what surrounds the one that a run continues from.
 
-Makes sure that a checkpoint is either complete or absent, and resets a run directory to one of its checkpoints.
-
-The trainer saves the checkpoints. A run that is started again in the same directory reads them.
-
-Saves checkpoints only after steps from which a run can be resumed exactly: after the last step of a generation, after
-a log.
-
-`transformers.Trainer` calls the callback. Checkpoints contain neither rollouts nor the sums of the next log. So a run
-that is resumed from another step would give different results.
-
-The state that a method keeps between steps in addition to the policy, and its files in a checkpoint.
-
-The trainer saves this state in its checkpoints. A resumed run loads it, and must then give bitwise the same results
-as a run without a break. If a checkpoint lacks a file that the method needs, loading raises an error, because the
-results would differ.
-
-Checks what surrounds the checkpoint from which a run continues: its receipt and its metrics.
-
-It is done before anything is changed or loaded.
+A checkpoint is either complete or absent. It has no rollouts and no sums of the next log, so checkpoints come only
+after the last step of a generation, after a log. A resumed run gives bitwise the results of a run without a break:
+if a file that the method needs is missing, loading raises an error. Receipt and metrics around a checkpoint are
+checked before anything is changed or loaded.
 """
 
 from __future__ import annotations
@@ -70,7 +55,7 @@ _REPLACED = "replaced-"
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
-    """Newest complete checkpoint of a run. A checkpoint is incomplete if the run was killed while it was written."""
+    """Newest complete checkpoint of a run."""
     complete = complete_checkpoints(output_dir)
     return complete[-1] if complete else None
 
@@ -86,12 +71,9 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def set_damaged_aside(output_dir: str | Path) -> None:
-    """Rename checkpoints that cannot be read, so that no code loads or deletes them, and tell the user.
+    """Rename checkpoints that cannot be read, and tell the user; if none can be read, nothing is changed.
 
     A checkpoint gets its name after it is complete and on the disk. So a kill leaves none that cannot be read.
-
-    Raises:
-        InputError: no checkpoint can be read, so the run cannot continue. Nothing was changed.
     """
     found = _checkpoints(Path(output_dir))
     damaged = [path for path in found if not _is_complete(path)]
@@ -99,8 +81,8 @@ def set_damaged_aside(output_dir: str | Path) -> None:
         names = ", ".join(path.name for path in damaged)
         raise InputError(
             f"no checkpoint in {output_dir} can be read: {TRAINER_STATE} is damaged or missing in {names}. "
-            f"Nothing was changed. "
-            "Put a good copy back to go on. To start from the beginning, move them away, or give another output_dir"
+            "Nothing was changed. Put a good copy back to go on. To start from the beginning, move them "
+            "away, or give another output_dir"
         )
     for path in damaged:
         set_aside(path, f"cannot be read ({TRAINER_STATE} is damaged or missing)")
@@ -111,9 +93,9 @@ def set_damaged_aside(output_dir: str | Path) -> None:
 
 @contextmanager
 def staged_checkpoint(checkpoint: Path) -> Iterator[Path]:
-    """A folder into which a checkpoint is written, before `publish` gives it its name. It is removed if saving fails.
+    """A folder for a checkpoint, before `publish` gives it its name. It is removed if saving fails.
 
-    The context contains the save by all ranks. Only the rank that publishes the checkpoint may use this.
+    Only the rank that publishes the checkpoint may use it. The context contains the save by all ranks.
     """
     folder = staging_place(checkpoint)
     shutil.rmtree(folder, ignore_errors=True)
@@ -134,11 +116,7 @@ def staging_place(checkpoint: Path) -> Path:
 
 
 def publish(checkpoint: Path) -> None:
-    """Bring a staged checkpoint to the disk, and give it its name. An earlier checkpoint of the same step is replaced.
-
-    Raises:
-        OSError: the disk is full, or fails.
-    """
+    """Bring a staged checkpoint to the disk, give it its name, and replace an earlier one of the same step."""
     made = staging_place(checkpoint)
     # A command can go on with this copy if the run's own file is damaged.
     if (settings := checkpoint.parent / SETTINGS).is_file():
@@ -161,10 +139,7 @@ def publish(checkpoint: Path) -> None:
 
 
 def finish_replacement(output_dir: str | Path) -> None:
-    """Give a checkpoint its name that a kill or an error has kept from replacing an earlier one.
-
-    If it is not complete, the earlier one gets its name back.
-    """
+    """Finish the renames of `publish` after a kill. If the new checkpoint is not whole, the earlier one comes back."""
     place = Path(output_dir)
     for replaced in (place / UNFINISHED).glob(f"{_REPLACED}*"):
         checkpoint = place / replaced.name.removeprefix(_REPLACED)
@@ -180,11 +155,7 @@ def clear_unfinished(output_dir: str | Path) -> None:
 
 @contextmanager
 def guarded_save(output_dir: str | Path, step: int) -> Iterator[None]:
-    """Run one rank's part of a save. If it fails, the error names the last good checkpoint.
-
-    Raises:
-        LockstepError: the save failed, usually because the disk is full.
-    """
+    """Run one rank's part of a save. If it fails, the error names the last good checkpoint."""
 
     def what_now() -> str:
         good = last_checkpoint(output_dir)
@@ -207,12 +178,9 @@ def clear_places(output_dir: Path) -> None:
 
 
 def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
-    """Reset a run to `checkpoint`: remove later checkpoints and later log lines.
+    """Remove checkpoints and log lines of a run after `checkpoint`; None: the run starts from the beginning.
 
-    None: the run starts from the beginning.
-
-    If the receipt names a later checkpoint that is gone, more is lost than a kill can lose. Then the logs are kept
-    beside the new ones, and the user is told. Later rollouts go when the run begins, because it may still be refused.
+    Later rollouts go when the run begins, because it may still be refused.
     """
     folder = Path(output_dir)
     step = checkpoint_step(checkpoint) if checkpoint is not None else 0
@@ -228,8 +196,7 @@ def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
 def cut_log(path: Path, step: int) -> None:
     """Remove the lines of later steps from a log. At step 0 the whole log goes to `NAME.previous` beside it.
 
-    If a line cannot be read, a copy of the whole log is kept, and the user is told. This does not hold for a last line
-    that a kill cut short.
+    If a line cannot be read, a copy of the whole log is kept, except for a last line that a kill cut short.
     """
     if not os.path.lexists(path):
         return
@@ -316,11 +283,7 @@ class ResumableSaves(TrainerCallback):
     """Rounds `save_steps` up to a multiple of the steps per generation, and writes a log before every checkpoint.
 
     The last checkpoint of a run may be inside a generation, because it holds the final weights. Then there is one
-    more where the last whole generation ends, from which a run can go on.
-
-    Args:
-        config: the run's configuration.
-        owner: whether this process prints the message about a changed `save_steps`.
+    more where the last whole generation ends, from which a run can go on. The owner prints what is changed.
     """
 
     def __init__(self, config: OnlineConfig, *, owner: bool) -> None:
@@ -341,9 +304,9 @@ class ResumableSaves(TrainerCallback):
         state.save_steps = math.ceil(wanted / self._steps) * self._steps
         if state.save_steps != wanted and self._owner:
             _logger.info(
-                f"save_steps={args.save_steps:g} is a checkpoint every {wanted} steps, which can fall inside a "
-                f"generation of {self._steps}, where no run can be resumed exactly; there is one every "
-                f"{state.save_steps} instead"
+                f"save_steps={args.save_steps:g} is a checkpoint every {wanted} steps, which can fall "
+                f"inside a generation of {self._steps}, where no run can be resumed exactly; there is one "
+                f"every {state.save_steps} instead"
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -381,8 +344,7 @@ class MethodState:
     """The parts of the state that the base class does not save.
 
     Attributes:
-        moving_reference: the reference model, if it follows the policy; else None. A fixed reference model is not
-            saved, because a resumed run creates it again.
+        moving_reference: the reference model, if it follows the policy. A fixed one is made again by a resumed run.
         critic: the value head; None if there is none.
         changes: what the user has changed at the trainer.
     """
@@ -394,9 +356,7 @@ class MethodState:
     changes: Changes
 
     def save(self, folder: Path) -> None:
-        """Write the state into a checkpoint, before the base class saves: its last file marks the checkpoint as
-        complete.
-        """
+        """Write the state into a checkpoint, before the base class saves: its last file marks it as complete."""
         folder.mkdir(parents=True, exist_ok=True)
         if state := self.objective.state():
             replace_text(folder / OBJECTIVE, json.dumps(state))
@@ -410,11 +370,7 @@ class MethodState:
             self.moving_reference.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Load the state from a checkpoint.
-
-        Raises:
-            InputError: the checkpoint lacks a file.
-        """
+        """Load the state from a checkpoint."""
         if self.objective.state():
             self.objective.load_state(
                 json.loads(_there(folder / OBJECTIVE, "the method's state").read_text(encoding="utf-8"))
@@ -438,8 +394,8 @@ def _there(path: Path, what: str) -> Path:
     if not path.is_file():
         raise InputError(
             f"checkpoint {path.parent} has no {path.name} ({what}): it is of a run with another method or "
-            f"other settings, or was "
-            "copied in part; resume from one that has the file, or start from the beginning"
+            "other settings, or was copied in part; resume from one that has the file, or start from the "
+            "beginning"
         )
     return path
 
@@ -447,23 +403,14 @@ def _there(path: Path, what: str) -> Path:
 def check_checkpoint(checkpoint: Path, step: int, receipt: Path) -> dict[str, Any]:
     """Refuse to go on from a checkpoint that is not as the run wrote it, or whose receipt does not name it.
 
-    Args:
-        step: the checkpoint's optimizer step.
-        receipt: the run's receipt, or the copy of it in the checkpoint.
-
-    Returns:
-        The last `start` line before the checkpoint's own. It has the inputs of the steps up to the checkpoint.
-
-    Raises:
-        InputError: the receipt is missing, empty, cut or changed; a file of the checkpoint is missing, changed, or
-            foreign; or the checkpoint holds only the model. The message has the remedy that loses the least.
+    The message has the remedy that loses the least. Returns the last `start` line before the checkpoint's own, which
+    has the inputs of the steps up to the checkpoint. `receipt` is the run's, or its copy in the checkpoint.
     """
     what = f"the run in {checkpoint.parent} cannot go on: "
     if not any((checkpoint / name).exists() for name in (DIGESTS, "optimizer.pt")):
         raise InputError(
-            f"{what}{checkpoint.name} holds only the model (save_only_model), and no optimizer state. Nothing "
-            f"was changed. Give "
-            "the checkpoint as the model of a new run, with another output_dir"
+            f"{what}{checkpoint.name} holds only the model (save_only_model), and no optimizer state. "
+            "Nothing was changed. Give the checkpoint as the model of a new run, with another output_dir"
         )
     try:
         return _checked(checkpoint, step, receipt)
@@ -495,12 +442,12 @@ def _remedy(checkpoint: Path, step: int, receipt: Path) -> str:
         if number < step and _is_whole(earlier, number, receipt):
             aside = free_name(checkpoint.with_name(f"damaged-{checkpoint.name}"))
             return (
-                f"Put a good copy back, or move it away to go on from {earlier.name}: "
-                f"mv {quote(str(checkpoint))} {quote(str(aside))}"
+                f"Put a good copy back, or move it away to go on from {earlier.name}: mv "
+                f"{quote(str(checkpoint))} {quote(str(aside))}"
             )
     return (
-        "No earlier checkpoint is whole. Put a good copy back, or give another output_dir to start from "
-        "the beginning"
+        "No earlier checkpoint is whole. Put a good copy back, or give another output_dir to start from the "
+        "beginning"
     )
 
 
@@ -513,10 +460,7 @@ def _is_whole(checkpoint: Path, step: int, receipt: Path) -> bool:
 
 
 def optimizer_lines(receipt: Path, step: int) -> list[dict[str, Any]]:
-    """The lines of a receipt that say what was changed in the optimizer, up to the checkpoint of a step.
-
-    Changes that were written after the checkpoint are not in it.
-    """
+    """The lines of a receipt about the optimizer up to the checkpoint of a step. Later changes are not in it."""
     entries = [json.loads(line) for line in lines_up_to(read_log(receipt), step)]
     return [
         entry for entry in _before_checkpoint(entries, step) or () if entry["kind"] in ("start", "optimizer")
@@ -532,8 +476,8 @@ def _before_checkpoint(entries: list[dict[str, Any]], step: int) -> list[dict[st
 def restore_metrics(folder: Path, checkpoint: Path, step: int) -> None:
     """Write `metrics.jsonl` again if its lines up to the checkpoint are not those that the run has logged.
 
-    The checkpoint's trainer state has the same lines, and its digest is in the receipt. A file that differs is kept
-    beside the new one, and the user is told. Lines may have more entries, which a callback of the user's has added.
+    The checkpoint's trainer state has the same lines. A file that differs is kept beside the new one. Lines may have
+    more entries, which a callback of the user's has added.
     """
     history = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8")).get("log_history", [])
     wanted = [{"step": entry["step"], **entry} for entry in history if is_metric(entry)]

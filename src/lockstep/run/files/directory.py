@@ -1,25 +1,12 @@
-"""The directory of a run: its state, its lock, its clock, and the file that says what the run is.
+"""The directory of a run: new, interrupted, or finished; its lock, its clock, and the file that says what the run is.
 
-The directory of a run: new, interrupted, or finished.
+An interrupted run continues from its last complete checkpoint, with the settings of `run.json` (`identity.py`); with
+others, its results would belong to neither of the two configurations. A finished run continues if only steps or epochs
+are more. Otherwise it stays unchanged, and the new run gets a new directory beside it.
 
-An interrupted run continues from its last complete checkpoint. A finished run continues if the settings are the same
-except for more steps or epochs. Otherwise the finished run stays unchanged, and the new run gets a new directory
-beside it. `run.json` contains the settings that decide what the run learns (`identity.py`). An interrupted run cannot
-continue with other settings, because its results would belong to neither of the two configurations.
-
-`about.json`: what a run is, for readers of its directory: method, model, data, settings, versions and machine.
-
-It is written when training begins. The report reads it.
-
-One process at a time writes into the directory of a run. A process that ends in any way, for example by a kill,
-leaves no lock.
-
-Commands hold the lock from their start to their end. A trainer of a script holds it while it trains, and while it
-writes an evaluation (`run/trainers/`).
-
-The time that a run's chat templates read: that of its first start, also after a resume.
-
-The receipt's `start` lines have it. It is asked for before a prompt is rendered.
+One process at a time writes into a directory: a command from its start to its end, a trainer of a script while it
+trains or writes an evaluation. A process that ends in any way leaves no lock. Chat templates read the time of the
+run's first start, also after a resume.
 """
 
 from __future__ import annotations
@@ -74,12 +61,7 @@ class Occupied(InputError):
 
 @dataclass
 class _Held:
-    """A lock that this process holds.
-
-    Attributes:
-        times: how many blocks hold it.
-        alone: what this process does there, and may do only once at a time.
-    """
+    """A lock that this process holds: in how many blocks, and what it may do there only once at a time."""
 
     file: IO[str]
     times: int = 0
@@ -102,16 +84,10 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 @contextmanager
 def locked(folder: Path, alone: str = "") -> Iterator[None]:
-    """Hold the lock of a directory.
-
-    This process may hold it several times, because a trainer holds it within a command.
+    """Hold the lock of a directory. A process may hold it several times: a trainer does within a command.
 
     Args:
-        alone: what this process does in the block, if it may do so only once at a time: "command" or "trainer".
-
-    Raises:
-        Occupied: another process holds the lock, or this process does the same thing there already.
-        InputError: the directory cannot be used.
+        alone: what this process does in the block, if only once at a time: "command" or "trainer".
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -153,8 +129,8 @@ def _take(file: IO[str], folder: Path) -> None:
         ) from error
     except OSError as error:
         _logger.warning(
-            f"the file system of {folder} has no locks ({error.strerror}): make sure yourself that no other process "
-            "writes into this directory"
+            f"the file system of {folder} has no locks ({error.strerror}): make sure yourself that no other "
+            "process writes into this directory"
         )
 
 
@@ -169,8 +145,7 @@ class RunPlace:
     """The directory that a run writes to, and the checkpoint from which it continues (None: from the start).
 
     Attributes:
-        start: the `start` line of the checkpoint's receipt. The checkpoint was compared with its digests when it was
-            read. None on ranks that have not read it.
+        start: the `start` line of the checkpoint's receipt; None on ranks that have not compared the checkpoint.
     """
 
     folder: Path
@@ -180,14 +155,7 @@ class RunPlace:
 
 @contextmanager
 def open_run(output_dir: str | Path, settings: dict[str, Any]) -> Iterator[RunPlace]:
-    """Choose the directory, reset it to its last checkpoint, write the settings, and lock it for other processes.
-
-    The lock is released at the end of the context, and also when the process ends in any way, for example by a kill.
-
-    Raises:
-        InputError: another process runs in the directory, the directory holds an interrupted run with other settings,
-            or its files cannot be read.
-    """
+    """Choose the directory, reset it to its last checkpoint, write the settings, and lock it for other processes."""
     settings = without_secrets(json.loads(json.dumps(settings, default=str)))
     while True:
         folder = _place(Path(output_dir), settings)
@@ -200,13 +168,7 @@ def open_run(output_dir: str | Path, settings: dict[str, Any]) -> Iterator[RunPl
 
 @contextmanager
 def open_run_together(ranks: Ranks, output_dir: str | Path, settings: dict[str, Any]) -> Iterator[RunPlace]:
-    """`open_run` for several ranks. The rank that owns the engine calls `open_run` and sends the result to all ranks.
-
-    Every rank must call this. The directory must have the same path on every rank.
-
-    Raises:
-        InputError: rank 0 cannot use the directory. Every rank raises it.
-    """
+    """`open_run` by the rank that owns the engine, for all ranks. The path must be the same on every rank."""
     with ExitStack() as held:
         yield ranks.from_owner(
             "run directory",
@@ -235,7 +197,7 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
             advice = memory_advice(changed) + device_advice(changed, earlier)
             raise InputError(
                 f"{folder} holds an interrupted run with other settings ({what}). {advice}Give another "
-                f"output_dir, or delete it"
+                "output_dir, or delete it"
             )
         start = check_checkpoint(checkpoint, checkpoint_step(checkpoint), folder / RECEIPT)
         restore_metrics(folder, checkpoint, checkpoint_step(checkpoint))
@@ -247,7 +209,7 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
 
 
 def _place(wanted: Path, settings: dict[str, Any]) -> Path:
-    """The first of `NAME`, `NAME-2`, … that holds no finished run, or a finished run that `settings` makes longer."""
+    """The first of `NAME`, `NAME-2`, … that has no finished run, or one that `settings` make longer."""
     folder, number = wanted, 2
     while _is_finished(folder) and not _is_extended(folder, settings):
         folder = wanted.with_name(f"{wanted.name}-{number}")
@@ -256,13 +218,7 @@ def _place(wanted: Path, settings: dict[str, Any]) -> Path:
 
 
 def _is_finished(folder: Path) -> bool:
-    """Whether a run has ended there.
-
-    A summary that cannot be read does not count if the run has a checkpoint: it is written again.
-
-    Raises:
-        InputError: the summary cannot be read, and there is nothing from which the run could continue.
-    """
+    """Whether a run has ended there. A summary that cannot be read does not count if the run can write it again."""
     path = folder / SUMMARY
     if not path.exists():
         return False
@@ -296,8 +252,8 @@ def _lengthen(folder: Path, earlier: dict[str, Any], settings: dict[str, Any], s
         _logger.info(f"the run in {folder} goes on: {name} was {earlier[name]}, is {settings[name]}")
         if follows_length(settings):
             _logger.info(
-                f"its learning rate ({settings.get('lr_scheduler_type')}) follows the new length from step {step + 1} "
-                "on; the steps before were taken with the old one"
+                f"its learning rate ({settings.get('lr_scheduler_type')}) follows the new length from step "
+                f"{step + 1} on; the steps before were taken with the old one"
             )
         for path in (folder / left for left in _END):
             if path.exists():
@@ -321,9 +277,8 @@ def _settings_in(folder: Path, checkpoint: Path) -> dict[str, Any]:
             )
         return found
     raise InputError(
-        f"{folder / SETTINGS} cannot be read ({troubles[0]}), nor can its copy in {checkpoint.name}, so that "
-        f"nobody can tell "
-        "whether the run there is this one; give another output_dir"
+        f"{folder / SETTINGS} cannot be read ({troubles[0]}), nor can its copy in {checkpoint.name}, so "
+        "that nobody can tell whether the run there is this one; give another output_dir"
     ) from troubles[0]
 
 
@@ -339,8 +294,7 @@ def about_run(
 
     Args:
         engine: settings that the engine reports.
-        rows: number of prompts of each part of the data.
-        data: digest of each part of the data.
+        rows, data: number of prompts, and digest, of each part of the data.
     """
     settings = curve_settings(config)
     return {
@@ -378,8 +332,7 @@ CLOCK = "clock of chat templates"
 def clock_of_run(config: OnlineConfig) -> TemplateClock:
     """The clock of the run whose checkpoint the config names or its directory holds; without a checkpoint, of now.
 
-    A receipt that cannot be read, or that an older Lockstep wrote, gives no time. Whether the run may go on is
-    checked later.
+    A receipt that cannot be read, or that an older Lockstep wrote, gives no time.
     """
     asked = config.resume_from_checkpoint
     named = isinstance(asked, str | Path) and (Path(asked) / RECEIPT).is_file()
@@ -391,11 +344,7 @@ def clock_of_run(config: OnlineConfig) -> TemplateClock:
 
 
 def other_time(earlier: Mapping[str, Any], clock: TemplateClock, checkpoint: Path) -> str:
-    """What to say of prompts that differ because templates read another time; empty: they do not.
-
-    Args:
-        earlier: inputs of the start with which the run goes on.
-    """
+    """What to say of prompts that differ because templates read another time than `earlier` inputs; or nothing."""
     then = earlier.get(CLOCK)
     if not clock.was_read or then == clock.moment.isoformat():
         return ""

@@ -1,14 +1,8 @@
 """What must stay the same when a run continues, and what a user may change meanwhile.
 
-Which configuration fields must stay the same when a run continues, and which may change.
-
-The fields come from the config of a training command. They are stored in `run.json` in the run's directory. A later
-command that continues the run compares its own config with `run.json`.
-
-Numbers of the loss that a user changes at the trainer while a run exists: `trainer.beta = 0.02`.
-
-Attributes of the trainer make the changes. Each has a line in the receipt, and a checkpoint keeps them, so that a
-resumed run goes on with the same numbers. The loss and its proofs read them from the config at every step.
+A command that continues a run compares its config with `run.json`. Numbers of the loss may be changed at the trainer
+(`trainer.beta = 0.02`): the receipt has a line of each change, and a checkpoint keeps it. The loss and its proofs read
+them from the config at every step.
 """
 
 from __future__ import annotations
@@ -52,10 +46,7 @@ _MAY_GROW = ("max_steps", "num_train_epochs")
 
 
 def bookkeeping(kind: type = OnlineConfig) -> set[str]:
-    """The fields of a config, and of the configs that extend it, that do not decide what a run learns.
-
-    All other fields are part of the run's identity.
-    """
+    """The fields of a config, and of the configs that extend it, that do not decide what a run learns."""
     own = {
         *with_key(kind, "bookkeeping"),
         *(name for name, said in INHERITED.items() if "bookkeeping" in said),
@@ -64,18 +55,12 @@ def bookkeeping(kind: type = OnlineConfig) -> set[str]:
 
 
 def is_bookkeeping(name: str) -> bool:
-    """Whether a field may change when a run continues.
-
-    This includes fields that hold a secret: they are never stored.
-    """
+    """Whether a field may change when a run continues. Fields with a secret may: they are never stored."""
     return name in bookkeeping() or is_secret_name(name)
 
 
 def curve_settings(config: OnlineConfig) -> dict[str, Any]:
-    """The fields that decide what a run learns, without secrets.
-
-    A run can continue only with the same values, or with more steps
-    or epochs. A token is not one of them: a run may go on with another one, or with none."""
+    """The fields that decide what a run learns, without secrets: a run may go on with another token, or with none."""
     kept = without_secrets(
         {name: value for name, value in asdict(config).items() if not is_bookkeeping(name)}
     )
@@ -85,8 +70,7 @@ def curve_settings(config: OnlineConfig) -> dict[str, Any]:
 def model_inputs(
     policy: Any, tokenizer: Any, end_ids: tuple[int, ...], images: Any, reference: Any, *, own: bool
 ) -> dict[str, dict[str, Any]]:
-    """What a run takes of models that its checkpoints do not bring back: the meaning of their files, and digests of
-    weights.
+    """What a run takes of models that its checkpoints do not have: the meaning of files, and digests of weights.
 
     Args:
         policy: the model that will be trained, as it was loaded.
@@ -110,12 +94,11 @@ def run_inputs(
     config: OnlineConfig,
     model: Mapping[str, Any],
 ) -> dict[str, dict[str, Any]]:
-    """What a run learns from, for its receipt: digests of its data and of the user's code, its settings, model and
-    surroundings.
+    """What a run learns from, for its receipt: its data, the user's code, its settings, model and surroundings.
 
     Args:
         data: the prompts of each part of the data.
-        code: functions and other objects of the user's that take part, by kind: one, several, or a mapping of them.
+        code: objects of the user's that take part, by kind: one, several, or a mapping of them.
         model: from `model_inputs`.
     """
     found: dict[str, str] = {}
@@ -155,23 +138,15 @@ def run_inputs(
 
 
 def has_other_base(starts: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) -> bool:
-    """Whether an adapter lies on another base than when its checkpoint was written.
-
-    Args:
-        starts: the inputs of the starts up to the checkpoint.
-        now: those of this run.
-    """
+    """Whether an adapter lies on another base now than at the last of the starts up to its checkpoint."""
     (before, after) = ((inputs.get("model", {}).get("weights", {}).get(BASE)) for inputs in (starts[-1], now))
     return before is not None and before != after
 
 
 def changed_fields(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Names of the fields that must be equal in two runs and are not.
+    """Names of the fields that must be equal in two runs and are not; `method` first, because methods differ in fields.
 
-    `method` is first, because methods differ in their fields.
-
-    Args:
-        earlier: the content of `run.json`. An older version of Lockstep may have stored more fields in it, and secrets.
+    `earlier` is the content of `run.json`. An older Lockstep may have stored more fields in it, and secrets.
     """
     earlier, now = _comparable(earlier), _comparable(now)
     names = {name for name in earlier.keys() | now.keys() if not is_bookkeeping(name)}
@@ -185,11 +160,7 @@ def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def memory_advice(changed: Iterable[str]) -> str:
-    """What to do if a run was to need less memory; empty, or a sentence with a space at its end.
-
-    Args:
-        changed: names of what has changed.
-    """
+    """What to do if a run was to need less memory; empty, or a sentence with a space at its end."""
     sizes = [name for name in changed if name in _SIZES]
     return (
         f"If it was to need less memory: keep {sizes[0]}, and lower token_budget, which a run may change. "
@@ -199,12 +170,7 @@ def memory_advice(changed: Iterable[str]) -> str:
 
 
 def device_advice(changed: Iterable[str], earlier: Mapping[str, Any]) -> str:
-    """What to do if a run goes on on another device; empty, or a sentence with a space at its end.
-
-    Args:
-        changed: names of what has changed.
-        earlier: the run's settings until now.
-    """
+    """What to do if a run goes on on another device; empty, or a sentence with a space at its end."""
     if "bf16" not in changed:
         return ""
     return f"If the device has changed: bf16 follows the device where it is not set; set it to {earlier.get('bf16')}. "
@@ -232,10 +198,6 @@ def _grew(name: str, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> bool
 class Changes:
     """Numbers of the loss that the user has changed during the run.
 
-    Args:
-        scorer: gives rollouts their rewards.
-        settings: the proof of what the user has asked for; it asks for the new weights from then on.
-
     Attributes:
         made: the changes that a resumed run must make again, by field of the config.
         weights: (K,) weights of the K rewards, which a user may write into; empty with a judge.
@@ -256,11 +218,7 @@ class Changes:
         return self.weights.tolist() != torch.tensor(self._used_weights, dtype=torch.float32).tolist()
 
     def make(self, field: str, value: Any) -> Any:
-        """Change a field. Returns its earlier value.
-
-        Raises:
-            InputError: the run cannot use the value.
-        """
+        """Change a field. Returns its earlier value."""
         before: Any
         made: Any
         if field == "reward_weights":
@@ -294,9 +252,8 @@ class Changes:
                 )
             if not objective.uses_reference or value == 0.0:
                 raise InputError(
-                    f"trainer.beta={value:g}: whether there is a reference model is decided when the trainer "
-                    f"is made, and beta was "
-                    f"{before:g} then; set beta in the config"
+                    f"trainer.beta={value:g}: whether there is a reference model is decided when the "
+                    f"trainer is made, and beta was {before:g} then; set beta in the config"
                 )
         setattr(config, field, value)
         return before
@@ -304,8 +261,8 @@ class Changes:
     def _entropy_coef(self, value: float) -> float:
         if not self._objective.entropy_gradient:
             raise InputError(
-                f"trainer.entropy_coef={value:g}: the run was made without an entropy bonus; set entropy_coef or "
-                "use_adaptive_entropy in the config"
+                f"trainer.entropy_coef={value:g}: the run was made without an entropy bonus; set "
+                "entropy_coef or use_adaptive_entropy in the config"
             )
         return self._objective.set_entropy_coef(value)  # type: ignore[attr-defined]
 

@@ -1,18 +1,7 @@
 """What a run logs: the figures of its steps, and completions on the screen and in trackers.
 
-Sends the table of `log_completions` to trackers: Weights & Biases, trackio and TensorBoard.
-
-The rows are given just before the trainer sends the figures of the same log. The trackers are those that
-`transformers.Trainer` has opened for `report_to`.
-
-`log_completions`: at every log, show completions of the generation that the trainer learned from last.
-
-The completions go to `report/live.py` and to trackers as plain rows.
-
-The figures that a run logs about its steps: means or sums over the steps since the last log, and the seconds they took.
-
-The figures come from the trainer's loop. They go to `transformers.Trainer.log`, which sends them to trackers, the
-metrics file and the report.
+Figures are means or sums over the steps since the last log, and seconds. `log_completions` shows completions of the
+generation that was learned from last, and sends them as a table to the trackers that `transformers.Trainer` has opened.
 """
 
 from __future__ import annotations
@@ -56,9 +45,7 @@ def send_completions(rows: Sequence[Row], step: int, callbacks: Iterable[Trainer
 
 
 def table_of(rows: Sequence[Row], step: int) -> tuple[list[str], list[list[Any]]]:
-    """Column names and cells, in TRL's order:
-
-    `step`, `prompt`, `completion`, the scores, the extra values, `advantage`.
+    """Column names and cells in TRL's order: `step`, `prompt`, `completion`, scores, extra values, `advantage`.
 
     Prompts that are messages, and extra values that are neither text nor number, become JSON. A missing score is None.
     """
@@ -102,10 +89,7 @@ def _markdown(value: Any) -> str:
 
 
 def rows_of(generation: Generation) -> list[Row]:
-    """One row per rollout.
-
-    Its advantage is the mean over its tokens: in some methods each token has another advantage.
-    """
+    """One row per rollout. Its advantage is the mean over its tokens."""
     advantages: dict[str, list[float]] = {}
     for own in rollouts_of([s for batch in generation.micro_batches for s in batch]):
         advantages[own[0].rollout or own[0].name] = [a for s in own for a in s.advantages.tolist()]
@@ -130,8 +114,7 @@ def _mean(values: list[float]) -> float:
 def show_generation(
     generation: Generation | None, config: OnlineConfig, step: int, callbacks: Sequence[TrainerCallback]
 ) -> None:
-    """Print the completions of a generation that `config` asks for, and send its table to the trackers among
-    `callbacks`.
+    """Print the completions that `config` asks for, and send a table to the trackers among `callbacks`.
 
     As in TRL, `num_completions_to_print` is about what is printed; trackers get all rows.
     """
@@ -143,12 +126,7 @@ def show_generation(
 
 
 # Figures that are summed over the steps of a log, like the seconds.
-_COUNTS = (
-    "parity/checked_tokens",
-    "parity/aside_tokens",
-    "sampling/tokens",
-    "rewards/unscored_generations",
-)
+_COUNTS = ("parity/checked_tokens", "parity/aside_tokens", "sampling/tokens", "rewards/unscored_generations")
 # Means over tokens, each with the figure that counts its tokens. Steps can have different numbers of tokens.
 _BY_TOKEN = {"parity/mean_abs_gap": "parity/checked_tokens", "parity/k3": "parity/checked_tokens"}
 # Every step notes this figure exactly once.
@@ -175,7 +153,7 @@ class StepLog:
         self._latest.update(figures)
 
     def latest(self) -> dict[str, float]:
-        """The last figure of each name. `take` and `clear` do not remove these figures."""
+        """The last figure of each name, also after `take` and `clear`."""
         return dict(self._latest)
 
     def values(self, name: str) -> list[float]:
@@ -183,10 +161,7 @@ class StepLog:
         return list(self.noted.get(name, ()))
 
     def take(self, clock: PhaseClock) -> dict[str, float]:
-        """Means and sums of the notes, and seconds:
-
-        `time/…` per phase, and `step_time` per step. Then clear the notes.
-        """
+        """Means and sums of the notes, and seconds: `time/…` per phase, `step_time` per step. Clears the notes."""
         figures = self.taken = {
             name: self._figure(name, values) for name, values in self.noted.items() if values
         }

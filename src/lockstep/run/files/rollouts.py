@@ -1,20 +1,8 @@
 """The rollouts that a run keeps: of training, of evaluations, and in the form that reports show.
 
-Keeps the rollouts of training: one Parquet file per generation under `RUN/rollouts/`, within a limit of bytes.
-
-The generation comes from the trainer's loop, after its first optimizer step or when a proof has failed on it. The
-values of tokens go from numpy arrays into the file's columns without Python objects. `report/kept_rollouts.py` reads
-the files, and says what each column is.
-
-Rollouts as plain values for `report/`: turns with their tokens, gaps and advantages, inserted text, tool calls and
-results.
-
-They are made from evaluated groups, whose tokens the policy of that moment has sampled, and from one group of some
-generations of training.
-
-`before.json` and `after.json`: the evaluations before and after training, with a few of their rollouts.
-
-A run that goes on reads `before.json` again.
+Training leaves one Parquet file per generation under `RUN/rollouts/`, within a limit of bytes
+(`report/kept_rollouts.py` says what each column is). Values of tokens go from numpy arrays into columns without Python
+objects. `before.json` and `after.json` have the evaluations before and after training, with a few rollouts.
 """
 
 from __future__ import annotations
@@ -55,9 +43,6 @@ def keep_rollouts(
         policy_logps: log-probs of the trainer's forward, by name of the branch; branches may be missing.
         facts: what is true of all rollouts (`report.kept_rollouts.read_facts`), without `format`, `step` and `version`.
         limit: gigabytes that all files of the run may have (`thin_out`).
-
-    Raises:
-        OSError: the file cannot be written.
     """
     step = generation.version + 1
     facts = {"format": 1, "step": step, "version": generation.version, **facts}
@@ -76,8 +61,8 @@ def keep_rollouts(
 def thin_out(run: Path, limit: float) -> None:
     """Remove files until the run's rollouts have at most `limit` gigabytes.
 
-    The first and the last file stay. Of the others, the one whose neighbors are closest together goes first. So the
-    files that stay are spread over the training.
+    The first and the last file stay. Of the others, the one whose neighbors are closest together goes first, so that
+    the files that stay are spread over the training.
     """
     files = rollout_files(run)
     sizes = {step: path.stat().st_size for step, path in files}
@@ -217,12 +202,11 @@ def shown_rollout(
     *,
     images: bool = True,
 ) -> dict[str, Any]:
-    """One rollout: `name`, `reward` (None: it has none), `failed`, `finish_reasons`, `calls`, `images`, and `branches`.
+    """One rollout as plain values for `report/`.
 
     A branch has its `prompt` as text, its `finish_reason`, `left_out` (the number of ids after the last shown one)
-    and `spans`. A sampled span is one turn. It has `tokens`, `gaps` and `advantages` with one value per token (None:
-    they are not known), and the `finish_reason` of the turn. An inserted span has `text`. `images` are small copies
-    of those that tools gave, if they are wanted.
+    and `spans`. A sampled span is one turn: `tokens`, with one value per token in `gaps` and `advantages` (None: not
+    known). An inserted span has `text`. `images` are small copies of those that tools gave.
     """
     return {
         "name": str(rollout.key),
@@ -251,18 +235,12 @@ def shown_generation(
     failed: bool = False,
     images: bool = True,
 ) -> dict[str, Any]:
-    """Rollouts of one group of a generation.
+    """Rollouts of one group of a generation; `step` is the optimizer step that learns from them first.
+
+    If a proof has failed, it is the group with the largest gap; else the first whose rewards differ.
 
     Args:
         policy_logps: log-probs of the trainer, by name of the branch; branches may be missing.
-        failed: whether a proof has failed on it. Then the group has the largest gap; else it is the first whose
-            rewards differ.
-        images: whether small copies of the images that tools gave are wanted.
-
-    Returns:
-        `step`: the optimizer step that learns from them first. `failed`. `rewards`: of the whole group. `rollouts`:
-            as of
-        `shown_rollout`.
     """
     advantages = {
         s.name: s.advantages for batch in generation.micro_batches for s in batch if len(s.advantages)
@@ -297,7 +275,7 @@ def shown_generation(
 
 
 def live_sample(group: RolloutGroup | None) -> tuple[float, list[tuple[str, str]]] | None:
-    """Reward and text of one rollout for the live view; a conversation is cut into what the model and the tools said.
+    """Reward and text of one rollout for the live view; a conversation is cut into what each side said.
 
     A label names who said a text and, for a sampled turn, its finish reason.
     """
@@ -371,14 +349,7 @@ def save_evaluation(
     *,
     images: bool = True,
 ) -> None:
-    """Write an evaluation.
-
-    Args:
-        metrics: those of the trainer's `evaluate`.
-        groups: all rollouts. The first ones are written.
-        turns: rollouts turn by turn (`run/files/rollouts.py`).
-        images: whether small copies of the prompts' images are written.
-    """
+    """Write an evaluation: its metrics, its first groups, and `turns`, rollouts turn by turn."""
     found = {
         "metrics": dict(metrics),
         "rollouts": [_shown(group, images=images) for group in groups[:_SHOWN_GROUPS]],
@@ -390,9 +361,8 @@ def save_evaluation(
 def proven_evaluation(path: Path, receipt: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A saved evaluation, as the run wrote it; empty if there is none.
 
-    A file that cannot be read or was changed is renamed, and the user is told. Then the metrics are those of the
-    receipt's line (`evaluation_line`). A run of an earlier version has no such line: its file is taken if it can be
-    read.
+    A file that cannot be read or was changed is renamed. Then the metrics are those of the receipt's line
+    (`evaluation_line`), which a run of an earlier version does not have: its file is taken if it can be read.
     """
     line = next(
         (e for e in reversed(receipt) if e.get("kind") == EVALUATION and e.get("file") == path.name), None
@@ -412,10 +382,7 @@ def proven_evaluation(path: Path, receipt: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def evaluation_line(path: Path, step: int) -> dict[str, Any] | None:
-    """The receipt's line of a saved evaluation: its metrics, and the digest of its file.
-
-    None: there is no such file.
-    """
+    """The receipt's line of a saved evaluation: its metrics, and the digest of its file; None: there is no file."""
     text = _text(path)
     found = _evaluation(text)
     if not found:

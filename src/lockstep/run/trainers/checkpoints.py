@@ -40,13 +40,7 @@ from lockstep.run.files.checkpoints import (
     staging_place,
 )
 from lockstep.run.files.directory import other_time
-from lockstep.run.files.identity import (
-    BASE,
-    changed_fields,
-    device_advice,
-    has_other_base,
-    memory_advice,
-)
+from lockstep.run.files.identity import BASE, changed_fields, device_advice, has_other_base, memory_advice
 from lockstep.run.source import RolloutSource
 from lockstep.shards.files import SHARDS, read_optimizer, read_weights, write_shards
 from lockstep.watch.inputs import changed_inputs, changed_surroundings, check_inputs, check_surroundings
@@ -93,19 +87,14 @@ class WholeCheckpoints(Trainer):
         raise NotImplementedError
 
     def check_resume(self, asked: Any) -> None:
-        """Check the checkpoint that `train(resume_from_checkpoint=…)` names, and that the run's inputs are those of
-        then.
-
-        Raises:
-            InputError: there is no whole checkpoint, it is not as the run wrote it, or an input has changed.
-        """
+        """Check the checkpoint that `resume_from_checkpoint` names, and that the run's inputs are those of then."""
         self._resumed_with, self._has_other_base, self.resumed_from = (Taken(None, []), ()), False, None
         if not asked:
             if (clock := self.args.template_clock).is_earlier and clock.was_read and self.ranks.owner:
                 _logger.warning(
-                    f"the chat template contains the time, and the prompts have that of the earlier run in "
-                    f"{self.args.output_dir} "
-                    f"({clock.moment:%Y-%m-%d %H:%M:%S}): give another output_dir for a new run of today"
+                    "the chat template contains the time, and the prompts have that of the earlier run in "
+                    f"{self.args.output_dir} ({clock.moment:%Y-%m-%d %H:%M:%S}): give another output_dir "
+                    "for a new run of today"
                 )
             return
         if asked is True and self.args.output_dir is not None:
@@ -208,10 +197,7 @@ class WholeCheckpoints(Trainer):
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model for `from_pretrained`.
-
-        Where it is sharded, every rank calls, and the owner collects the weights.
-        """
+        """Write the model for `from_pretrained`. If it is sharded, every rank calls, and the owner collects it."""
         if self.ranks.passes is None:
             # A save of a checkpoint has more to say (`guarded_save`).
             folder = Path(output_dir or self.args.output_dir or ".")
@@ -278,9 +264,7 @@ class WholeCheckpoints(Trainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _name_best(self) -> bool:
-        """Let the trainer's state name the best checkpoint by its final place; returns whether the state has
-        changed.
-        """
+        """Let the trainer's state name the best checkpoint by its final place; returns whether it has changed."""
         best = self.state.best_model_checkpoint
         if best is None or Path(best).parent.name != UNFINISHED:
             return False
@@ -303,8 +287,8 @@ class WholeCheckpoints(Trainer):
         folder, is_sharded = Path(resume_from_checkpoint), self.ranks.passes is not None
         if (folder / SHARDS).is_dir() != is_sharded:
             raise InputError(
-                f"checkpoint {folder} is of a run {'without' if is_sharded else 'with'} FSDP, and this run is one "
-                f"{'with' if is_sharded else 'without'} it; resume with the same setting"
+                f"checkpoint {folder} is of a run {'without' if is_sharded else 'with'} FSDP, and this run "
+                f"is one {'with' if is_sharded else 'without'} it; resume with the same setting"
             )
         with whole(folder, "the weights"):
             if is_sharded:
@@ -331,9 +315,7 @@ class WholeCheckpoints(Trainer):
             check_loaded(Path(checkpoint), memory, self._taken_anew(memory))
 
     def _taken_anew(self, memory: Mapping[str, str]) -> list[str]:
-        """Names of the tensors of another base under the adapter, which the user has asked for
-        (`resume_with_changes`).
-        """
+        """Names of the tensors of another base under the adapter (`resume_with_changes`)."""
         if not self._has_other_base:
             return []
         saved = self._named()
@@ -353,17 +335,13 @@ def _without_damaged(output_dir: Path) -> None:
 
 
 def _named(asked: Any, output_dir: str | None) -> Path:
-    """The checkpoint that `train(resume_from_checkpoint=…)` names.
-
-    Raises:
-        InputError: there is no whole checkpoint.
-    """
+    """The checkpoint that `train(resume_from_checkpoint=…)` names."""
     if asked is True:
         found = None if output_dir is None else last_checkpoint(output_dir)
         if found is None:
             raise InputError(
-                f"resume_from_checkpoint: there is no checkpoint in {output_dir}; leave it out to start from "
-                f"the beginning"
+                f"resume_from_checkpoint: there is no checkpoint in {output_dir}; leave it out to start "
+                "from the beginning"
             )
         return found
     if not isinstance(asked, str | Path):
@@ -377,11 +355,7 @@ def _named(asked: Any, output_dir: str | None) -> Path:
 
 @contextmanager
 def whole(checkpoint: str | Path | None, what: str) -> Iterator[None]:
-    """Turn the errors of libraries that read a checkpoint into one that names it.
-
-    Raises:
-        InputError: a file cannot be read.
-    """
+    """Turn the errors of libraries that read a checkpoint into one that names it."""
     try:
         yield
     except LockstepError:

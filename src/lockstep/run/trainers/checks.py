@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from datasets import Dataset
 from transformers import (
     AutoConfig,
     PreTrainedConfig,
@@ -25,9 +24,7 @@ from transformers import (
 )
 
 from lockstep.config.run import OnlineConfig
-from lockstep.config.sampling import FilterFields
 from lockstep.errors import InputError, LockstepError
-from lockstep.extensions import PROGRAMS, load
 from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import COLUMNS, has_images
 from lockstep.images.urls import ImageUrls
@@ -38,8 +35,6 @@ from lockstep.model_files import load_files
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.policy import BAD_FILES, FAMILIES, check_finite, context_length, reads_pictures
 from lockstep.models.resolve import resolve_model
-from lockstep.rollouts.ranks import Ranks
-from lockstep.run.programs import Acting, RolloutTools
 from lockstep.whose_code import is_lockstep
 
 _logger = logging.getLogger(__name__)
@@ -49,12 +44,7 @@ _KNOWN = {"data_collator", "compute_metrics", "preprocess_logits_for_metrics"}
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of TRL's constructors that are not supported yet.
-
-    Raises:
-        InputError: such an argument is not None.
-        TypeError: no trainer of TRL has the argument.
-    """
+    """Refuse arguments of TRL's constructors that are not supported yet."""
     for name, value in given.items():
         if name not in _KNOWN:
             raise TypeError(f"unexpected argument {name!r}")
@@ -62,65 +52,8 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
             raise InputError(f"{name} is not supported yet; leave it out")
 
 
-def rollout_tools(
-    tools: Any,
-    environment_factory: Any,
-    rollout_func: Any,
-    agent: Any,
-    config: Any,
-    ranks: Ranks,
-    dataset: Dataset,
-    model: Any,
-) -> Acting | None:
-    """The tools and environments of a trainer, or its agents; None if it has none.
-
-    Raises:
-        InputError: as in `RolloutTools`; the agent is none; or a `rollout_func` is given beside them, with
-            generations ahead, or with filters that need kept ids; or an agent beside others; or a setting counts the
-            tokens of one call to the engine.
-    """
-    acting = bool(tools) or environment_factory is not None
-    if agent is not None:
-        if acting or rollout_func is not None:
-            raise InputError(
-                "an agent brings its own tools: leave tools, environment_factory and rollout_func out, or agent"
-            )
-        config.check_several_calls("an agent")
-        name = model if isinstance(model, str) else model.config._name_or_path
-        return load(PROGRAMS["agent"])(agent, config, ranks, name)
-    if rollout_func is not None:
-        if acting:
-            raise InputError(
-                "rollout_func makes rollouts itself; leave tools and environment_factory out, or rollout_func"
-            )
-        for name in ("max_staleness", "max_thinking_length"):
-            if getattr(config, name):
-                raise InputError(
-                    f"{name}={getattr(config, name)} is not supported with rollout_func; leave it out"
-                )
-        # The bound on kept ids filters nothing by itself.
-        plain = FilterFields(max_kept_ids=config.max_kept_ids).filter_values()
-        if config.bad_words or config.filter_values() != plain:
-            # The trainer would have to know which tokens each of the function's calls could sample.
-            raise InputError(
-                "rollout_func is supported with temperature and stop_strings only; leave top_p, top_k, min_p, "
-                "penalties and "
-                "structured outputs out"
-            )
-    if not acting:
-        return None
-    config.check_several_calls("a tool or an environment")
-    row = dataset[0] if config.rehearse_rewards else None
-    return RolloutTools(tools or [], environment_factory, config, ranks, row)
-
-
 def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> None:
-    """Refuse a reference model that is the policy itself, is not used, or cannot follow the policy.
-
-    Raises:
-        InputError: the reference is the policy itself; `beta` is 0; or `sync_ref_model` is set and an adapter is
-            trained.
-    """
+    """Refuse a reference model that is the policy itself, is not used, or cannot follow the policy."""
     if ref_model is not None and ref_model is model:
         raise InputError(
             "ref_model is the model that is trained; leave it out to use a copy of it as it is now"
@@ -137,13 +70,7 @@ def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> 
 
 
 def router_coefficient(model: PreTrainedModel, args: Any) -> float:
-    """The weight of the auxiliary loss of a mixture of experts: the user's, or the model's own, as in TRL. 0: there
-    is none.
-
-    Raises:
-        InputError: the user asks for the loss, and the model has no routers; or the loss of the model's routers is
-            another one.
-    """
+    """The weight of the auxiliary loss of a mixture of experts: the user's, or the model's own; 0: none."""
     inner, given = causal_model(model), args.router_aux_loss_coef
     config = inner.config.get_text_config()
     if not has_routers(inner):
@@ -159,11 +86,7 @@ def router_coefficient(model: PreTrainedModel, args: Any) -> float:
 
 
 def context_within(model: PreTrainedModel, wanted: int | None) -> int:
-    """The largest number of tokens in prompt and completion: `wanted`, bounded by the model's own limit.
-
-    Raises:
-        InputError: neither the model nor the config names a limit.
-    """
+    """The largest number of tokens in prompt and completion: `wanted`, bounded by the model's own limit."""
     limits = [limit for limit in (wanted, context_length(causal_model(model).config)) if limit is not None]
     if not limits:
         raise InputError("the model's config names no longest sequence; set vllm_max_model_length")
@@ -181,11 +104,7 @@ def needs_plain_rows(models: Sequence[PreTrainedModel], max_length: int) -> bool
 
 
 def check_reference_model(model: PreTrainedModel, ref_model: PreTrainedModel) -> None:
-    """Refuse a reference model that cannot be scored correctly, or that has another vocabulary than the policy.
-
-    Raises:
-        InputError: as in `check_scorable`; or the vocabularies differ; or a weight is NaN or infinite.
-    """
+    """Refuse a reference model that cannot be scored correctly, or that has another vocabulary than the policy."""
     check_scorable(causal_model(ref_model))
     check_finite("ref_model", ref_model.named_parameters())
     sizes = [m.get_input_embeddings().weight.shape[0] for m in (causal_model(model), causal_model(ref_model))]
@@ -196,11 +115,7 @@ def check_reference_model(model: PreTrainedModel, ref_model: PreTrainedModel) ->
 
 
 def check_kinds(model: Any, tokenizer: Any, callbacks: Any, optimizers: Any, engine: Any) -> None:
-    """Check the kinds of a constructor's arguments.
-
-    Raises:
-        InputError: an argument has another kind than its name says, or new tensors are of 64 bits in this process.
-    """
+    """Check the kinds of a constructor's arguments, and of the tensors that this process makes."""
     if torch.get_default_dtype() == torch.float64:
         raise InputError(
             "torch's default dtype is float64 here, and a run computes in 32 bits or less: call "
@@ -210,7 +125,7 @@ def check_kinds(model: Any, tokenizer: Any, callbacks: Any, optimizers: Any, eng
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise InputError(
             f"processing_class is a {_kind(tokenizer)}; it must be a tokenizer of transformers, or a "
-            f"processor with a tokenizer"
+            "processor with a tokenizer"
         )
     if callbacks is not None and not (
         isinstance(callbacks, list | tuple) and all(map(_is_callback, callbacks))
@@ -227,17 +142,13 @@ def check_kinds(model: Any, tokenizer: Any, callbacks: Any, optimizers: Any, eng
 
 
 def check_model_kind(model: Any) -> None:
-    """Check that a trainer's model is a name or a causal language model of transformers, maybe with an adapter.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """Check that a trainer's model is a name or a causal language model of transformers, maybe with an adapter."""
     if isinstance(model, str):
         return
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise InputError(
-            f"model is a {_kind(model)}; it must be a name, a directory as text, a hub id, or a causal language "
-            "model of transformers"
+            f"model is a {_kind(model)}; it must be a name, a directory as text, a hub id, or a causal "
+            "language model of transformers"
         )
     inner = causal_model(model)
     if inner.get_output_embeddings() is None:
@@ -245,11 +156,7 @@ def check_model_kind(model: Any) -> None:
 
 
 def check_open(is_closed: bool) -> None:
-    """Refuse to work with a trainer whose engine is closed.
-
-    Raises:
-        LockstepError: `close` was called.
-    """
+    """Refuse to work with a trainer whose engine is closed."""
     if is_closed:
         raise LockstepError("the trainer is closed (close() was called); make a new one")
 
@@ -286,13 +193,7 @@ def unsupported_with_images(args: OnlineConfig) -> dict[str, bool]:
 def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, bool]) -> None:
     """Refuse pictures that the model cannot read, or that the run cannot show it yet.
 
-    Args:
-        datasets: by name; None: there is no such dataset.
-        model: the trainer's argument: a name or a loaded model.
-        in_use: for each feature that is not supported with pictures, whether the run uses it.
-
-    Raises:
-        InputError: a dataset has pictures, and the model reads none or the run uses such a feature.
+    `datasets` may be None; `in_use` says of each feature that is not supported with pictures whether the run uses it.
     """
     for name, data in datasets.items():
         if not has_pictures(data):
@@ -310,8 +211,7 @@ def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, b
         if found := [feature for feature, used in in_use.items() if used]:
             raise InputError(
                 f"not supported with images yet: {'; '.join(found)}. Leave it out, or drop the images "
-                f"(docs/guides/images.md "
-                "lists what works)"
+                "(docs/guides/images.md lists what works)"
             )
 
 
@@ -325,14 +225,8 @@ def image_prompts(
 ) -> ImagePrompts | None:
     """Reads the pictures of a run; None: it has none, or cannot show any.
 
-    Args:
-        processor: the image processor; None: the model's own.
-        acting: whether rollouts have tools, environments, a function or an agent, which may give pictures that no
-            dataset has. Where such a run cannot show pictures, a tool that gives one gives an error to the model, and
-            an agent gets an error.
-
-    Raises:
-        InputError: the model has no image processor, or a limit on pictures does not fit it.
+    If `acting`, tools, environments, a function or an agent may give pictures that no dataset has. Where such a run
+    cannot show them, a tool that gives one gives an error to the model, and an agent gets an error.
     """
     model, arguments = causal_model(opened.model), args.template_arguments
     in_data = any(map(has_pictures, datasets.values()))
@@ -468,11 +362,7 @@ class RefusesForeignHooks:
     """A base class of the trainers. It checks their subclasses."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Check a subclass when it is defined.
-
-        Raises:
-            InputError: the subclass, or a base class of it, overrides a method that Lockstep never calls.
-        """
+        """Refuse a subclass that overrides, itself or in a base class, a method that Lockstep never calls."""
         super().__init_subclass__(**kwargs)
         for base in cls.__mro__:
             # Lockstep's own classes may use such a name for something else.
@@ -481,6 +371,5 @@ class RefusesForeignHooks:
                 if name in HOOKS:
                     raise InputError(
                         f"{base.__name__} overrides {name}(), which the loop of Lockstep's trainers never "
-                        f"calls as TRL's "
-                        f"does. Instead: {HOOKS[name]}"
+                        f"calls as TRL's does. Instead: {HOOKS[name]}"
                     )

@@ -1,13 +1,7 @@
-"""Evaluations: push, sample, score and prove, on evaluation sets or on other rows.
+"""Evaluates a trainer's policy by sampling: on its evaluation sets, or on other rows.
 
-Evaluates a trainer's policy by sampling: on its evaluation sets, or on other rows.
-
-The prompts come from `run/data/`, and the rollouts from the loop.
-
-One evaluation: push, sample, score and prove, as for a generation of training. Nothing is learned.
-
-The prompts are those of an evaluation set. The result has scored groups, the method's loss on them, and the figures of
-their proof.
+One evaluation is a push, samples, scores and proofs as for a generation of training. Nothing is learned. The result has
+scored groups, the method's loss on them, and the figures of their proof.
 """
 
 from __future__ import annotations
@@ -42,15 +36,10 @@ from lockstep.watch.rewards import count_seen, drawn_sequences
 def evaluate(
     loop: TrainingLoop, prompts: Sequence[Prompt], digest: Callable[[], str]
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
-    """Scored rollouts of an evaluation set, by the policy as it is, their loss and the figures of their proof.
-
-    Every rank calls.
+    """Scored rollouts of a set by the policy as it is, and their loss and proof in figures. Every rank calls.
 
     Args:
-        digest: gives the digest of the set's rows (`data_digest`). The rank that holds the engine calls it.
-
-    Raises:
-        ProofError: trainer and engine do not agree, or other rows were evaluated.
+        digest: gives the digest of the set's rows (`data_digest`), on the rank that holds the engine.
     """
     count, version, seed = loop.config.group_size_eval, loop.state().global_step, loop.config.seed
     groups = loop.rollout_in_parts(prompts, count)
@@ -184,10 +173,7 @@ class EvaluatesBySampling(TRLNames):
         seen = self._seen[name] if is_own else self.count_seen(prompts)
         digest = "" if is_own else data_digest(prompts)
         # The time of an evaluation is not counted as time of a step.
-        with (
-            self.clock.aside(),
-            busy(f"evaluating on {len(prompts)} held-out problems", self.clock.progress),
-        ):
+        with self.clock.aside(), busy(f"evaluating on {len(prompts)} held-out problems", self.clock.progress):
             groups, proven = evaluate(
                 self.loop, prompts, lambda: digest or self.inputs["data"][f"{name} data"]
             )

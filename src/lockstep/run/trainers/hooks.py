@@ -1,9 +1,7 @@
 """What `transformers.Trainer` calls around a step, and the callbacks and views of every trainer.
 
-`StepHooks` passes what happens around every optimizer step on to the loop and its proofs. Some methods have no place
-in `transformers.Trainer` itself: its callback `StepEvents` reaches them. The callbacks of every trainer write the
-files of a run, make the proofs around a step, keep the places of checkpoints and print the lines of a log; they are
-added when `transformers.Trainer` is set up. `view_of` makes the panel of the command line.
+`StepHooks` passes what happens around every optimizer step on to the loop and its proofs, and the callback `StepEvents`
+what no method of `transformers.Trainer` can. `view_of` makes the panel of the command line.
 """
 
 from __future__ import annotations
@@ -59,15 +57,9 @@ class StepHooks(Trainer):
     """The steps of a trainer.
 
     Attributes:
-        config: the run's configuration.
-        critic: the value head; None if the method has none.
-        reference: the reference model; None if the method uses none.
         optimizer_is_given: whether the user gave the optimizer to the constructor.
-        optimizer_fields: what the config says about the optimizer.
-        optimizer_settings: the proof of its settings; None while there is no optimizer.
-        rates: the learning rates of the run; None while there is no optimizer.
+        optimizer_settings, rates: the proofs of its settings and its learning rates; None while there is no optimizer.
         inputs: the run's data, code and settings, for the receipt. Only the rank with the engine has them.
-        settings: the proof of what the user has asked for.
     """
 
     config: Any
@@ -100,9 +92,7 @@ class StepHooks(Trainer):
     loss_is_scaled_for_ga = True
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
-        """None: loss weights are normalised over the step when the generation is cut, so the base class counts no
-        tokens.
-        """
+        """None: loss weights are normalised when the generation is cut, so the base class counts no tokens."""
 
     def _track_num_input_tokens(self, inputs: MicroBatch) -> None:
         """Nothing is counted here: the loop counts the tokens of every generation."""
@@ -165,10 +155,7 @@ class StepHooks(Trainer):
         self._loaded = loaded_state(self) if checkpoint is not None else None
 
     def begin_training(self) -> None:
-        """Reset the state of an earlier call of `train`, open the receipt and prove the engine.
-
-        Called when training begins.
-        """
+        """Reset the state of an earlier call of `train`, open the receipt and prove the engine."""
         self.loop.begin()
         self._forget_gradients()
         self.watch.update = update_proof(self)
@@ -211,13 +198,7 @@ class StepHooks(Trainer):
         super()._save_checkpoint(model, trial)
 
     def end_step(self) -> bool:
-        """Clear the value head's gradients, move the reference model, and check whether prompts are left.
-
-        Called after each step.
-
-        Returns:
-            Whether another generation can be made.
-        """
+        """Clear the value head's gradients and move the reference model. Returns whether prompts are left."""
         self._forget_gradients()
         config, reference = self.config, self._method_state.moving_reference
         if reference is not None and self.state.global_step % config.ref_model_sync_steps == 0:
@@ -280,9 +261,7 @@ class StepHooks(Trainer):
 
 
 class StepTrainer(Protocol):
-    """The methods of a trainer that the callback calls: when training begins, around the optimizer, and when a step
-    ends.
-    """
+    """The methods of a trainer that the callback calls, in their order."""
 
     clock: PhaseClock
 
@@ -322,11 +301,7 @@ class StepEvents(TrainerCallback):
 def add_callbacks(trainer: OnlineTrainer, began: float) -> RunFiles:
     """Add the callbacks, and replace the progress bar of transformers unless the user has asked for it.
 
-    Args:
-        began: `time.monotonic()` of the start of the run.
-
-    Returns:
-        The callback that writes the files of the run.
+    `began` is the `time.monotonic()` of the start of the run. Returns the callback that writes the files of the run.
     """
     files, config = RunFiles(trainer, began), trainer.config
 

@@ -1,15 +1,4 @@
-"""The trainers of the methods: each names its objective and adds what only its method needs.
-
-`GRPOTrainer`: GRPO and its relatives in the shared loop, with TRL's constructor.
-
-`RLOOTrainer`: RLOO in the shared loop, with TRL's constructor.
-
-`ReinforcePPTrainer`: REINFORCE++ in the shared loop.
-
-`PPOTrainer`: PPO in the shared loop. It owns the value head. The optimizer trains policy and value head together.
-
-`OnlineDPOTrainer`: Online DPO in the shared loop, by rewards or by a judge, with TRL's constructor.
-"""
+"""The trainers of the methods: each names its objective and adds what only its method needs."""
 
 from __future__ import annotations
 
@@ -147,8 +136,8 @@ class PPOTrainer(OnlineTrainer[PPOConfig]):
         if missing := [p for p in self.critic.parameters() if id(p) not in held]:
             if self.lr_scheduler is not None:
                 raise InputError(
-                    "PPO adds its value head to the optimizer, which a scheduler made before does not follow; give "
-                    "optimizers=(optimizer, None)"
+                    "PPO adds its value head to the optimizer, which a scheduler made before does not "
+                    "follow; give optimizers=(optimizer, None)"
                 )
             optimizer.add_param_group({"params": missing, "lr": self._value_rate, "weight_decay": 0.0})
         return optimizer

@@ -1,6 +1,4 @@
-"""`OnlineTrainer`: the base of the trainers of all methods.
-
-It extends `transformers.Trainer` and has TRL's constructor.
+"""`OnlineTrainer`: the base of the trainers of all methods, with TRL's constructor.
 
 It checks the user's arguments, loads the policy, makes the parts of the run, and connects `transformers.Trainer` to
 the loop in `run/loop.py`.
@@ -67,7 +65,7 @@ from lockstep.run.files.directory import CLOCK, clock_of_run, locked
 from lockstep.run.files.identity import Changes, model_inputs, run_inputs
 from lockstep.run.files.logs import StepLog, show_generation
 from lockstep.run.loop import TrainingLoop
-from lockstep.run.programs import RolloutFunc, RolloutFunction
+from lockstep.run.programs import RolloutFunc, RolloutFunction, rollout_tools
 from lockstep.run.source import RolloutSource
 from lockstep.run.trainers.checkpoints import WholeCheckpoints
 from lockstep.run.trainers.checks import (
@@ -82,7 +80,6 @@ from lockstep.run.trainers.checks import (
     needs_plain_rows,
     parts_of_processor,
     refuse_arguments,
-    rollout_tools,
     router_coefficient,
     unsupported_with_images,
 )
@@ -338,11 +335,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self._vocabulary = embedding_rows(policy)
 
     def _read_prompts(self, data: GivenData, *, makes_text: bool) -> None:
-        """Make prompts of all rows, and count the tokens that the longest rollout may have.
-
-        Args:
-            makes_text: whether rollouts have text that is in no prompt.
-        """
+        """Make prompts of all rows, and count the longest rollout; `makes_text`: it has text that is in no prompt."""
         prompts, limit = self._prompts_of(data.named, self._context), self.config.completion_limit
         self._longest = max(len(p.ids) for own in prompts.values() for p in own) + limit
         if makes_text:
@@ -352,10 +345,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self._eval_prompts = prompts
 
     def _prompts_of(self, datasets: Mapping[str, Dataset], longest: int) -> dict[str, list[Prompt]]:
-        """Prompts of data sets.
-
-        A prompt and its completion may have `longest` tokens together, or as many as the model allows.
-        """
+        """Prompts of data sets. Prompt and completion have at most `longest` tokens together, and the model's limit."""
         return read_prompts(
             datasets,
             self._opened.tokenizer,
@@ -381,11 +371,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         )
 
     def _note_inputs(self, agent: Any, *, own_reference: bool) -> None:
-        """Note what the run learns from, for its receipt, and what its checkpoints hold.
-
-        Args:
-            own_reference: whether the user has given the reference model.
-        """
+        """Note what the run learns from, for its receipt, and what its checkpoints hold."""
         args, scorer, reference = self.config, self._scorer, self.reference
         follows = getattr(args, "sync_ref_model", False) and reference is not None
         code = {
@@ -476,9 +462,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         return self._opened.path
 
     def rehearse(self, reward_funcs: Any, dataset: Dataset) -> None:
-        """Call the reward functions once on made-up completions, so that their errors appear before a model is
-        loaded.
-        """
+        """Call the reward functions on made-up completions, so that errors appear before a model is loaded."""
         tools, config = self.rollout_tools, self.config
         given = [] if reward_funcs is None and tools is not None else entries_of(reward_funcs)
         if tools is None:
@@ -571,8 +555,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
     # ---- evaluation, logs, checkpoints ------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the figures of rollouts and proofs since the last log, and the seconds per phase, beside the base
-        class's figures.
+        """Log rollouts, proofs and seconds per phase since the last log, beside the figures of the base class.
 
         The entry at the end of training has the figures of the steps after the last multiple of `logging_steps`, as
         in TRL.
@@ -594,10 +577,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         super().log(logs, start_time)
 
     def end(self) -> None:
-        """Close the engine, finish the trackers and destroy the process group.
-
-        TRL's scripts call it as their last line.
-        """
+        """Close the engine, finish the trackers and destroy the process group, as the last line of TRL's scripts."""
         self.close()
         super().end()
 

@@ -1,14 +1,6 @@
-"""The optimizer of a run and the proofs of its settings and steps.
+"""The optimizer of a run with the proofs of its settings (`watch/optimizer_settings.py`) and steps (`watch/update.py`).
 
-Connects the optimizer of a run with the proof of its settings: when it is ready, around callbacks, and in the receipt.
-
-The proof itself is `watch/optimizer_settings.py`.
-
-Makes the proof of a run's optimizer steps from what `transformers.Trainer` has made: the optimizer and the scheduler.
-
-It is made when training begins.
-
-The names of the parameters that a trainer trains, as the proofs of the optimizer say them.
+The settings are proven when the optimizer is ready, and what callbacks change is noted for the receipt.
 """
 
 from __future__ import annotations
@@ -66,9 +58,6 @@ def ready_settings(trainer: StepHooks, taken: Taken, changed: Sequence[str]) -> 
         taken: what the receipt says about the optimizer.
         changed: fields of the config whose values have changed since the run was interrupted. They are set now,
             because a checkpoint brings back the earlier values.
-
-    Raises:
-        ProofError: the optimizer is not set as the config and the receipt say, or a new one is not empty.
     """
     optimizer, scheduler, step = inner_optimizer(trainer), trainer.lr_scheduler, trainer.state.global_step
     if optimizer is None or scheduler is None:
@@ -115,11 +104,7 @@ def inner_optimizer(trainer: StepHooks) -> Any:
 
 
 def check_same_changes(parts: Sequence[Any]) -> None:
-    """Compare the changes that were taken on all ranks.
-
-    Raises:
-        ProofError: a rank has taken others.
-    """
+    """Compare the changes that were taken on all ranks."""
     for rank, part in enumerate(parts):
         differs = next((c for c in [*part, *parts[0]] if part.count(c) != parts[0].count(c)), None)
         if differs is None:
@@ -138,8 +123,7 @@ def say_changes(given: Any, changes: Sequence[Change], said: set[tuple[str, str]
     if given is not None:
         _logger.info(
             "the optimizer was given by the program: its settings are taken as they are, not those of the "
-            "config (the receipt "
-            "has them)"
+            "config (the receipt has them)"
         )
     for change in changes:
         if (key := (change.by, change.field)) not in said:
@@ -155,16 +139,10 @@ _ASKED_FOR = (EarlyStoppingCallback,)
 
 
 class WatchedCallbacks(CallbackHandler):
-    """Calls callbacks as the handler of transformers does, and notes what the user's callbacks change.
+    """Calls callbacks as the `handler` of transformers does, and notes what the user's callbacks change.
 
-    Args:
-        handler: the handler that it replaces.
-        settings: gives the settings of the optimizer; None while there is no optimizer.
-        taking: makes a context in which hooks, forwards and attention functions may change. Trackers of transformers
-            add hooks when training begins.
-
-    Attributes:
-        stopped_by: the callback that has asked for the end of the training; None: no callback has.
+    `taking` makes a context in which hooks, forwards and attention functions may change: trackers of transformers add
+    hooks when training begins. `stopped_by` is the callback that has asked for the end of the training.
     """
 
     stopped_by: TrainerCallback | None = None
@@ -228,10 +206,7 @@ def makes_optimizer(kind: type) -> bool:
 
 
 def _check_empty(optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str]) -> None:
-    """Refuse a new optimizer that begins with moments.
-
-    Some optimizers make their state when they are made. That of torch's AdamW is empty before its first step.
-    """
+    """Refuse a new optimizer that begins with moments. That of torch's AdamW is empty before its first step."""
     held = [name for p, name in names.items() if optimizer.state.get(p)]
     if type(optimizer) is torch.optim.AdamW and held:
         raise ProofError(
@@ -264,11 +239,7 @@ def _set_anew(
 
 
 def update_proof(trainer: StepHooks) -> UpdateProof | None:
-    """The proof; None if training has no optimizer, as in a verification without optimizer steps.
-
-    Raises:
-        ProofError: the optimizer or the schedule do not fit the run.
-    """
+    """The proof of the steps; None if training has no optimizer, as in a verification without optimizer steps."""
     settings = trainer.optimizer_settings
     if settings is None or trainer.lr_scheduler is None:
         return None
@@ -325,9 +296,7 @@ def _by_metric(trainer: StepHooks, settings: OptimizerSettings) -> tuple[int | N
 
 
 def _beside_the_text(trainer: StepHooks, named: dict[str, torch.nn.Parameter]) -> list[str]:
-    """Names of parameters that text may not reach: towers for images or sound, and experts that few tokens are sent
-    to.
-    """
+    """Names of parameters that text may not reach: towers for images or sound, and experts with few tokens."""
     policy: Any = trainer._causal()
     parts = [
         policy.get_decoder(),

@@ -92,9 +92,7 @@ class RunFiles(TrainerCallback):
 
     @property
     def ends_unasked(self) -> bool:
-        """Whether the training has ended before its last step, and neither a signal nor a callback has asked for
-        that.
-        """
+        """Whether the training has ended before its last step, and no signal and no callback has asked for that."""
         trainer = self._trainer
         early = trainer.state.global_step < trainer.state.max_steps
         return early and not self.interrupted_by and not trainer.callback_handler.end_was_asked_for
@@ -169,10 +167,7 @@ class RunFiles(TrainerCallback):
     # ---- evaluations and ends ---------------------------------------------------------------------------------------
 
     def evaluated(self, metrics: dict[str, float]) -> None:
-        """Keep an evaluation that came before or after training.
-
-        Metrics of other evaluations are in `metrics.jsonl`.
-        """
+        """Keep an evaluation before or after training. `metrics.jsonl` has the metrics of others."""
         trainer = self._trainer
         if (
             not trainer.ranks.owner

@@ -9,9 +9,7 @@ import logging
 from functools import partial
 
 import torch
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from lockstep.config.run import OnlineConfig
 from lockstep.errors import InputError
@@ -37,12 +35,7 @@ def shard_models(
     plain_rows: bool,
     images: bool,
 ) -> None:
-    """Shard the policy, and a reference model of its own, in place. Every rank calls this with equal models.
-
-    Raises:
-        InputError: a part of the run is not supported with sharded models. The error names it.
-        ProofError: the ranks have loaded different weights.
-    """
+    """Shard the policy, and a reference model of its own, in place. Every rank calls this with equal models."""
     if not torch.distributed.is_initialized():
         raise InputError(
             f"{args.sharded_by} is asked for, and this is a single process: start it with torchrun or accelerate launch"
@@ -61,8 +54,7 @@ def shard_models(
         whole = sum(p.numel() for p in inner.parameters())
         _logger.info(
             f"the policy is sharded over {ranks.count} ranks ({shards.weights.title}); rank 0 holds "
-            f"{shards.elements:,} of "
-            f"{whole:,} weights"
+            f"{shards.elements:,} of {whole:,} weights"
         )
 
 
@@ -84,5 +76,5 @@ def _refuse(policy: PreTrainedModel, args: OnlineConfig, *, images: bool) -> Non
         if refused:
             raise InputError(
                 f"{name} is not supported with {args.sharded_by} yet; leave one of the two out "
-                f"(docs/guides/sharding.md)"
+                "(docs/guides/sharding.md)"
             )

@@ -1,14 +1,7 @@
-"""What TRL's users read and set at a trainer, under TRL's names.
+"""What TRL's users read and set at a trainer, under TRL's names, and TRL's arguments of the model card.
 
-What TRL's users read and set at a trainer, under TRL's names, and TRL's arguments of the model card.
-
-`run/trainers/online.py` extends the class. The class is a table: each attribute reads what the run uses. An
-assignment changes the run, or is refused by a sentence.
-
-One public attribute of a trainer that TRL's trainers have too: what it reads from the run, and what an assignment does.
-
-Nothing is stored twice: an attribute reads what the run itself uses. So an assignment either changes that, or is
-refused.
+`TRLNames` is a table. Nothing is stored twice: an attribute reads what the run uses, and an assignment changes that or
+is refused by a sentence.
 """
 
 from __future__ import annotations
@@ -66,11 +59,7 @@ class Attribute:
         return self._write is not None
 
     def __get__(self, trainer: Any, kind: type | None = None) -> Any:
-        """The value; of the class, the descriptor itself.
-
-        Raises:
-            AttributeError: the method has no such attribute.
-        """
+        """The value; of the class, the descriptor itself."""
         if trainer is None:
             return self
         if callable(self._read):
@@ -81,12 +70,7 @@ class Attribute:
             raise AttributeError(f"{type(trainer).__name__} has no attribute {self._name!r}") from None
 
     def __set__(self, trainer: Any, value: Any) -> None:
-        """Take a new value.
-
-        Raises:
-            AttributeError: the method has no such attribute.
-            InputError: the run cannot take the value, or no other value at all.
-        """
+        """Take a new value, or refuse it with what to do instead."""
         self.__get__(trainer)
         if self._write is None:
             advice = f"{self._instead}, and make a new trainer" if self._instead else "make a new trainer"
@@ -119,11 +103,7 @@ class OnceGiven:
             raise AttributeError(f"{type(trainer).__name__} has no attribute {self._name!r} yet") from None
 
     def __set__(self, trainer: Any, value: Any) -> None:
-        """Take the value, the first time.
-
-        Raises:
-            InputError: there is a value already.
-        """
+        """Take the value, the first time."""
         if self._name in vars(trainer) and value is not vars(trainer)[self._name]:
             raise InputError(
                 f"trainer.{self._name} cannot be changed, because its rows were read when the trainer was "
@@ -167,16 +147,15 @@ def _hub_errors(folder: str | None) -> Iterator[None]:
     except (OfflineModeIsEnabled, LocalTokenNotFoundError, _HTTP_ERROR) as error:
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         raise InputError(
-            f"push_to_hub: {hub} cannot be used ({first_line(error)}). Check the network, HF_HUB_OFFLINE and "
-            f"'hf auth login'. "
-            f"Nothing on disk is lost: call push_to_hub() later, or upload what is in {folder} with 'hf upload'"
+            f"push_to_hub: {hub} cannot be used ({first_line(error)}). Check the network, HF_HUB_OFFLINE "
+            "and 'hf auth login'. Nothing on disk is lost: call push_to_hub() later, or upload what is in "
+            f"{folder} with 'hf upload'"
         ) from error
 
 
 _CONNECTION = (
     "it is TRL's own connection to vLLM; the engine is trainer.engine (lockstep.contract.protocol), and a "
-    "rollout_func samples "
-    "with generate_rollout_completions"
+    "rollout_func samples with generate_rollout_completions"
 )
 _EVENT_LOOP = (
     "it is TRL's event loop for coroutines; Lockstep runs the coroutines of rewards and tools itself"
@@ -483,8 +462,7 @@ class TRLNames(Trainer):
         return means
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """Make the repository on the hub, as the base class does: at the start of a run that pushes, or at the first
-        push.
+        """Make the repository on the hub: at the start of a run that pushes, or at the first push.
 
         Raises:
             InputError: the hub cannot be reached, or refuses.

@@ -1,15 +1,13 @@
-"""Sends weights to servers on the trainer's own GPU, from memory of the GPU to memory of the GPU.
-
-None of them crosses the host.
+"""Sends weights to servers on the trainer's own GPU, within the memory of the GPU.
 
 The trainer copies each chunk into a buffer on the GPU, which the workers have mapped into their own process (CUDA
 IPC). They load from it in turns, as from shared memory; a small segment of shared memory (`shared_memory.py`) has the
 counters. The buffer stays for the run.
 
 A handle of the buffer goes to the workers as JSON. They check each of its fields and unpickle nothing. PyTorch's two
-functions that make a handle and map it again are called here alone: `_share_cuda_` and `_new_shared_cuda`. vLLM
-0.32.0 has an engine for CUDA IPC too. It is not used: over HTTP it takes handles only as a pickle, and it loads
-whatever the handle says, without a comparison.
+functions that make a handle and map it again are called here alone: `_share_cuda_` and `_new_shared_cuda`. vLLM 0.32.0
+has an engine for CUDA IPC too. It is not used: over HTTP it takes handles only as a pickle, and it loads whatever the
+handle says, without a comparison.
 
 **Not run on a GPU yet.** Tests run it on the pretend GPU, with stand-ins for the two functions.
 """
@@ -63,14 +61,10 @@ class Handle(NamedTuple):
 
 
 class CudaIPCTransport(SharedMemoryTransport):
-    """The trainer's end of the transport.
+    """The trainer's end of the transport, with one buffer on the GPU that it shares with all workers.
 
-    It holds one buffer on the GPU, of `chunks.CHUNK_BYTES`, or of the largest tensor if
-    that is larger.
-
-    Args:
-        timeout: seconds that a push may take.
-        device: the GPU of the trainer and of all workers.
+    The buffer has `chunks.CHUNK_BYTES`, or the size of the largest tensor if that is larger. A push may take `timeout`
+    seconds.
     """
 
     _name, _to_host = NAME, False
@@ -99,11 +93,7 @@ class CudaIPCTransport(SharedMemoryTransport):
 
 
 def exported(buffer: torch.Tensor) -> Handle:
-    """A handle of a buffer. Each process that maps the buffer needs its own.
-
-    Raises:
-        NoRoom: CUDA cannot share this memory.
-    """
+    """A handle of a buffer, if CUDA can share this memory. Each process that maps the buffer needs its own."""
     try:
         _, memory, size, offset, counter_file, counter, event, waits = _share(buffer.untyped_storage())
     except RuntimeError as error:
@@ -158,7 +148,7 @@ def open_segment(name: str, size: int, handle: Sequence[object] | None, device: 
 
     Raises:
         ValueError: a name or a handle is not what it must be, or belongs to another user or GPU.
-            RuntimeError: CUDA cannot map the memory.
+        RuntimeError: CUDA cannot map the memory.
     """
     return Segment(name, size, None if handle is None else mapped(handle, device))
 
@@ -192,10 +182,7 @@ def _bytes(text: str) -> bytes:
 
 
 def why_not(servers: Sequence[WeightReceiverCalls], gpu: torch.device) -> str:
-    """Why the servers cannot load weights from this process's GPU; empty: they can.
-
-    It is tested with a small buffer.
-    """
+    """Why the servers cannot load weights from this process's GPU, tested with a small buffer; empty: they can."""
     own = identity_of(gpu)
     for server in servers:
         if [found["gpu"] for found in server.workers("lockstep_device")] != [own]:
@@ -224,11 +211,7 @@ def read_test_buffer(handle: Sequence[object], device: torch.device) -> dict[str
 
 
 def check_shared(servers: Sequence[WeightReceiverCalls], gpu: torch.device) -> None:
-    """Check that all servers can load weights from this process's GPU.
-
-    Raises:
-        InputError: one cannot.
-    """
+    """Check that all servers can load weights from this process's GPU."""
     if problem := why_not(servers, gpu):
         raise InputError(f"vllm_weight_transport={NAME}, but {problem}; use auto, shared_memory or gloo")
 

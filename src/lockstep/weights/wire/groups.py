@@ -1,26 +1,13 @@
-"""Groups of processes for a push: how they meet, prove the secret to each other, and broadcast.
+"""Groups of processes for a push: how they meet, prove the secret to each other, and broadcast bytes from the trainer.
 
-Broadcasts bytes from the trainer to the workers of a push, within a time limit and until the push fails.
+`GlooChannel` sends from main memory to main memory. `DeviceChannel` sends from GPU to GPU over NCCL, without a copy in
+main memory; `KeptChannel` keeps its group from push to push. A push that failed ends its group, and the next push
+makes a new one, so nothing is left to repair. On a CPU `DeviceChannel` uses a second group of gloo, and the tests use
+it there. `_nccl_group`, `nccl_environment`, and the GPU's branch of `settle` have not been run on a GPU yet.
 
-`GlooChannel` sends from main memory to main memory.
-
-Broadcasts bytes from the trainer's GPU to the GPUs of the workers over NCCL, without a copy in main memory.
-
-The ranks of a group meet over gloo first. NCCL has no time limit for a rank that is gone. Therefore this process asks
-again and again whether an operation has ended, and aborts the group if the push has failed. `KeptChannel` keeps a
-group from push to push. A push that failed ends its group, and the next push makes a new one, so nothing is left to
-repair.
-
-On a CPU the same classes broadcast over a second group of gloo. The tests use it there. The parts that run only with
-NCCL are `_nccl_group`, `nccl_environment`, and the GPU's branch of `settle`. They have not been run on a GPU yet.
-
-How the trainer and the workers of one push meet: the trainer listens, the workers connect, and gloo connects each two
-of them.
-
-Both ends prove that they know the secret of the push. Every wait ends when `check` raises, for example
-because a server has failed.
-
-Proves to both ends of a push over gloo or NCCL that the other end knows the secret of this push.
+The trainer listens, the workers connect, and gloo connects each two of them. Every wait ends when `check` raises, for
+example because a server has failed. NCCL has no time limit for a rank that is gone: this process asks again and again
+whether an operation has ended, and aborts the group if the push has failed.
 
 torch's store and the connections of gloo and NCCL have no authentication: any program that reaches the port can write
 into the store, or connect before a server does. Therefore the trainer makes a secret per push. The servers get it in
@@ -67,16 +54,10 @@ def new_secret() -> str:
 
 
 class SignedStore(dist.Store):
-    """A view of a store in which every value is signed. A value that another program wrote is refused.
+    """A view of a store in which every value is signed. `get` refuses a value that another program wrote.
 
-    It polls the store, because a torch store that waits for a value blocks all other threads.
-
-    Args:
-        timeout: seconds to wait for a value at most.
-        prefix: beginning of every key in the store, so that several groups can use one store.
-
-    Raises:
-        RuntimeError: from `get`, for a value without this push's signature.
+    It polls the store for `timeout` seconds, because a torch store that waits for a value blocks all other threads.
+    Several groups can use one store, each with its `prefix`.
     """
 
     def __init__(self, store: dist.Store, secret: str, timeout: float, prefix: str = "") -> None:
@@ -122,11 +103,7 @@ class SignedStore(dist.Store):
 
 
 def authenticate(group: dist.ProcessGroup, secret: str, rank: int, size: int) -> None:
-    """Exchange proofs over the connection between each two ranks. Every rank calls.
-
-    Raises:
-        RuntimeError: the other end of a connection does not know the secret, or is gone.
-    """
+    """Exchange proofs over the connection between each two ranks. Every rank calls."""
     others = [other for other in range(size) if other != rank]
     found = {other: torch.zeros(_DIGEST_BYTES, dtype=torch.uint8) for other in others}
     own = {
@@ -143,15 +120,9 @@ def authenticate(group: dist.ProcessGroup, secret: str, rank: int, size: int) ->
 
 
 def prove(group: dist.ProcessGroup, secret: str, rank: int, size: int, device: torch.device) -> None:
-    """Give every rank of a group a proof of this rank, in one operation of the group. Every rank calls.
+    """Give every rank of a group a proof of this rank, in one operation on the group's device. Every rank calls.
 
-    For groups that cannot send from one rank to another without a further connection.
-
-    Args:
-        device: the device that the group uses.
-
-    Raises:
-        RuntimeError: a rank does not know the secret, or is gone.
+    It is for groups that cannot send from one rank to another without a further connection.
     """
     own = torch.tensor(list(_proof(secret, f"rank {rank} of a device")), dtype=torch.uint8, device=device)
     found = [torch.zeros_like(own) for _ in range(size)]
@@ -181,7 +152,6 @@ class Meeting:
 
     Attributes:
         store: the trainer's store. It has no authentication.
-        secret: the secret of the push.
         rank, size: this rank, and the number of ranks. The trainer is rank 0.
         host: this machine's address, as the other ranks reach it.
         timeout: seconds that a wait may take.
@@ -217,11 +187,9 @@ def connect(meeting: Meeting) -> dist.ProcessGroup:
 
 
 def in_background(work: Callable[[], T], meeting: Meeting, give_up: Callable[[], None]) -> T:
-    """The result of `work`, which a thread does. It connects the ranks of a push.
+    """The result of `work`, which connects the ranks of a push in a thread.
 
-    Args:
-        meeting: its `check` is called twice per second until the thread is ready.
-        give_up: called if `check` raises. The thread may go on.
+    If the meeting's `check` raises meanwhile, `give_up` is called, and the thread may go on.
     """
     done: Future[T] = Future()
 
@@ -252,11 +220,7 @@ def gloo_group(store: dist.Store, meeting: Meeting) -> dist.ProcessGroup:
 
 
 def open_store(host: str, port: int, timeout: float, listener: int) -> dist.TCPStore:
-    """The trainer's store.
-
-    Args:
-        listener: file descriptor of a socket that listens. The store closes it.
-    """
+    """The trainer's store. It closes `listener`, the file descriptor of a socket that listens."""
     # The store gets our socket, because its own would listen on every address of this machine.
     return dist.TCPStore(
         host,
@@ -269,11 +233,7 @@ def open_store(host: str, port: int, timeout: float, listener: int) -> dist.TCPS
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on this address and on no other.
-
-    Raises:
-        InputError: this machine cannot listen there.
-    """
+    """A socket that listens on this address and on no other."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     with contextlib.ExitStack() as undo:
@@ -284,8 +244,7 @@ def listen(host: str, port: int) -> socket.socket:
         except (OSError, OverflowError) as error:
             raise InputError(
                 f"vllm_group_host={host!r}, vllm_group_port={port}: cannot listen there ({error}); give an "
-                f"address of this machine "
-                "and a free port"
+                "address of this machine and a free port"
             ) from error
         listener.listen()
         undo.pop_all()
@@ -312,14 +271,10 @@ _MOST_IN_FLIGHT = 2
 
 
 class GlooChannel:
-    """Broadcasts over gloo. It is a context, which ends the channel.
+    """Broadcasts over gloo among ranks that have proven that they know the secret. As a context, it ends the channel.
 
     Gloo cannot end a broadcast early, and some workers never read it, for example a stopped process of a dead server.
     Therefore, if a method raises, a thread keeps the connections and the memory until the broadcasts end.
-
-    Args:
-        group: a group whose ranks have proven that they know the secret of the push.
-        meeting: this rank's part in the push. Its `check` is called twice per second while this process waits.
 
     Attributes:
         device: where the bytes must be.
@@ -331,10 +286,7 @@ class GlooChannel:
         self._group, self._check, self._timeout = group, meeting.check, meeting.timeout
 
     def broadcast(self, parts: Iterable[torch.Tensor]) -> None:
-        """Broadcast tensors of bytes to every rank, in order, with two broadcasts in flight at a time.
-
-        Every rank calls.
-        """
+        """Broadcast tensors of bytes to every rank, in order, two at a time. Every rank calls."""
         in_flight: InFlight = deque()
         try:
             for data in parts:
@@ -464,8 +416,7 @@ class DeviceChannel(GlooChannel):
 
     def close(self) -> None:
         """End the group, and wait a few seconds for its end. Call it when every rank has received everything."""
-        # After a failed push this does not wait: a thread ends the group when NCCL has stopped using the memory in
-        # flight.
+        # No wait after a failed push: a thread ends the group when NCCL no longer uses the memory in flight.
         if not self.is_ended:
             self.give_up()
             with waiting("a group of devices to end", END_LIMIT):
@@ -522,11 +473,7 @@ class KeptChannel:
         self._name = ""
 
     def join(self, meeting: Meeting, name: str) -> DeviceChannel:
-        """The channel of a push. Every rank calls, with the same name.
-
-        Raises:
-            RuntimeError: a rank did not take part, or does not know the secret of the push.
-        """
+        """The channel of a push. Every rank calls, with the same name."""
         signed = meeting.signed(_AGREED)
         # An operation over a group that one rank has not would not end.
         if in_background(lambda: self._agree(signed, meeting, name), meeting, signed.end) == _KEPT:

@@ -1,26 +1,18 @@
-"""Weights to servers by torch.distributed: over TCP (gloo), and from GPU to GPU (NCCL).
-
-Both ends of the transports with torch.distributed: weights to servers on other machines over TCP (gloo), or to GPUs
-(NCCL).
+"""Weights to servers by torch.distributed: over TCP to other machines (gloo), and from GPU to GPU (NCCL).
 
 Every push makes new connections; only a group of NCCL stays (`groups.py`). The trainer listens on the address that it
 was given and on no other. Each server's worker connects, and these connections close when the push is over. So a
-server that died or restarted between two pushes leaves nothing to repair. Tensors are sent directly from the
-trainer's memory. They are cut into half-chunks, so that a server can receive one while it loads the other. A server
-holds at most one chunk, or one tensor if that is larger. Only bytes are sent: nothing is unpickled. Both ends prove
-that they know the secret of the push before the first weight is sent (`weights/wire/groups.py`).
+server that died or restarted between two pushes leaves nothing to repair. Tensors are sent directly from the trainer's
+memory. They are cut into half-chunks, so that a server can receive one while it loads the other. A server holds at
+most one chunk, or one tensor if that is larger. Only bytes are sent: nothing is unpickled. Both ends prove that they
+know the secret of the push before the first weight is sent.
 
 If one server fails, the push ends for all of them: the trainer writes a key into the store, and every worker looks for
 this key while it waits. Gloo itself would wait until its time limit, and NCCL without end.
 
-The trainer's end of the NCCL transport: weights go from the trainer's GPU to the GPUs of servers, without a copy in
-main memory.
-
-The push goes as over gloo, and `groups.py` has the connections. It has not been run on a GPU yet.
-
-vLLM 0.32.0 has a transfer engine for NCCL too. It is not used: its workers unpickle what they find in the trainer's
-store (`StatelessProcessGroup.broadcast_obj`), and that store has no authentication. Its other way to meet, a given
-NCCL id, has no trainer's end in vLLM. In both ways its waits have no limit.
+NCCL has not been run on a GPU yet. vLLM 0.32.0 has a transfer engine for it too. It is not used: its workers unpickle
+what they find in the trainer's store (`StatelessProcessGroup.broadcast_obj`), and that store has no authentication.
+Its other way to meet, a given NCCL id, has no trainer's end in vLLM. In both ways its waits have no limit.
 """
 
 from __future__ import annotations
@@ -209,9 +201,7 @@ class GlooTransport:
 
 
 class Receiver:
-    """A worker's end of both transports.
-
-    It receives the next chunk while one is loaded, and keeps its buffer between pushes.
+    """A worker's end of both transports. It receives the next chunk while one is loaded, and keeps its buffer.
 
     Args:
         device: the worker's device. Over NCCL tensors arrive there, over gloo in main memory.
@@ -229,10 +219,9 @@ class Receiver:
     def receive(
         self, info: Mapping[str, Any], parts: Sequence[Sequence[Sequence[object]]]
     ) -> Generator[list[Piece], None, None]:
-        """Yield the chunks of one push in order.
+        """Yield the chunks of one push in order, without the tensors that the trainer has left out.
 
-        Each chunk is valid until the next one is requested. Tensors that the trainer has
-        left out are not in them.
+        Each chunk is valid until the next one is requested.
 
         Args:
             info: the trainer's connection data, with this worker's own rank.
@@ -330,9 +319,7 @@ def _copies_fit(tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]
 def _sent_bytes(
     incoming: Iterator[Piece], lengths: Sequence[int], device: torch.device
 ) -> Iterator[torch.Tensor]:
-    """The bytes of a push on a device, in the order in which they are sent: for each chunk its counts, then its
-    pieces.
-    """
+    """The bytes of a push on a device, in the order of sending: for each chunk its counts, then its pieces."""
     for length in lengths:
         chunk = list(islice(incoming, length))
         yield sent(torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64), device).view(
@@ -392,11 +379,7 @@ class NCCLTransport(GlooTransport):
 
 
 def own_gpu(transport: str) -> torch.device:
-    """The GPU of this process, for a transport between GPUs.
-
-    Raises:
-        InputError: this process has no GPU, or the transport is NCCL and its PyTorch has none.
-    """
+    """The GPU of this process, for a transport between GPUs."""
     if not torch.cuda.is_available():
         raise InputError(
             f"vllm_weight_transport={transport}, but this process has no NVIDIA GPU; use auto, shared_memory or gloo"
@@ -414,14 +397,7 @@ def identity_of(device: torch.device) -> str:
 
 
 def check_gpus(own: str, servers: Sequence[WeightReceiverCalls]) -> None:
-    """Check that the trainer and each worker have a GPU of their own. NCCL accepts no two processes on one GPU.
-
-    Args:
-        own: UUID of the trainer's GPU.
-
-    Raises:
-        InputError: a worker has no GPU, or the GPU of another process.
-    """
+    """Check that the trainer (`own` is its GPU's UUID) and each worker have a GPU of their own, as NCCL demands."""
     users = {own: "the trainer"}
     for server in servers:
         for found in server.workers("lockstep_device"):

@@ -1,17 +1,10 @@
-"""Weights to servers on this machine through shared memory: the segment with its two slots, and the transport.
+"""Weights to servers on this machine through shared memory. The trainer copies them once, and workers load the copy.
 
-Sends weights to servers on this machine through shared memory. The trainer copies them once, and workers load from
-this copy.
-
-A segment has two slots. While the servers load from one slot, the trainer fills the other. The segment is a
-file in `/dev/shm` that only this user can open. Its name is removed as soon as every server has opened it.
-
-A segment of shared memory with two slots that the trainer fills and workers load from, and the counters that order
-their turns.
-
-It serves both ends of the shared memory. The counters are in front of the slots, so a whole push needs only one call
-to each server. Every wait is bounded, and ends early if the other end is gone or has given up. For
-CUDA IPC the segment has only the counters, and the one slot is a buffer on a GPU.
+A segment is a file in `/dev/shm` that only this user can open; its name is removed as soon as every server has opened
+it. It has two slots: while the servers load from one, the trainer fills the other. The counters that order their turns
+are in front of the slots, so a whole push needs only one call to each server. Every wait is bounded, and ends early if
+the other end is gone or has given up. For CUDA IPC the segment has only the counters, and the one slot is a buffer on
+a GPU.
 """
 
 from __future__ import annotations
@@ -112,11 +105,7 @@ class TrainerSlots:
     def wait_until_free(self, number: int, check: Callable[[], None]) -> torch.Tensor:
         """The slot for a chunk, as soon as every worker has loaded the slot's previous content.
 
-        Args:
-            check: raises if a worker will load no more.
-
-        Raises:
-            RuntimeError: a worker did not load the previous content within the time limit, or left the push.
+        `check` raises if a worker will load no more.
         """
 
         def has_left() -> bool:
@@ -140,11 +129,7 @@ class TrainerSlots:
         self.counters[_FILLED] = number + 1
 
     def check_all_loaded(self, chunks: int) -> None:
-        """Check that every worker has loaded all chunks.
-
-        Raises:
-            RuntimeError: a worker left the push.
-        """
+        """Check that every worker has loaded all chunks."""
         if self.fewest_loaded() != chunks:
             raise RuntimeError(_WORKER_LEFT)
 
@@ -273,11 +258,7 @@ def is_unlocked(handle: int) -> bool:
 
 
 def _wait_for(ready: Callable[[], bool], is_gone: Callable[[], bool], every: float, limit: float) -> bool:
-    """Wait until `ready()` is true. Returns False if `is_gone()` becomes true or `limit` seconds pass first.
-
-    Args:
-        every: seconds between two calls of `is_gone`.
-    """
+    """Wait for `ready()`, `limit` seconds at most. Returns False then, or if `is_gone()`, asked `every` seconds."""
     start = last_check = time.monotonic()
     while not ready():
         now = time.monotonic()
@@ -292,10 +273,7 @@ def _wait_for(ready: Callable[[], bool], is_gone: Callable[[], bool], every: flo
 
 
 def _fence() -> None:
-    """Memory fence: earlier writes become visible before later ones.
-
-    Taking and releasing a lock does this on every processor.
-    """
+    """Let earlier writes become visible before later ones, as taking and releasing a lock does on every processor."""
     for _ in range(2):
         with _FENCE:
             pass
@@ -311,13 +289,9 @@ class NoRoom(InputError):
 
 
 class SharedMemoryTransport:
-    """The trainer's end of the transport.
+    """The trainer's end of the transport, with two slots. A push may take `timeout` seconds.
 
-    It holds two slots, each of `chunks.CHUNK_BYTES`, or of the largest tensor if that
-    is larger.
-
-    Args:
-        timeout: seconds that a push may take.
+    Each slot has `chunks.CHUNK_BYTES`, or the size of the largest tensor if that is larger.
     """
 
     _name = NAME
@@ -342,8 +316,7 @@ class SharedMemoryTransport:
                     self._slots = self._open_segment(largest, servers, pool)
                 self._send(tensors, base, [places for places, _ in laid_out], self._slots, servers, pool)
             except BaseException:
-                # A server may still load from the segment or write its counter there. Therefore the segment is never
-                # used again.
+                # Never used again: a server may still load from the segment or write its counter there.
                 self.forget()
                 raise
 
@@ -381,8 +354,7 @@ class SharedMemoryTransport:
                 (_, counts), *targets = views(slot, places)
                 counts.copy_(torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64))
                 for (_, target), (_, piece) in zip(targets, chunk, strict=True):
-                    # Here `Changes` are always empty, because the workers have no copy into which changes could be
-                    # written.
+                    # Here `Changes` are always empty: the workers have no copy to write changes into.
                     if not isinstance(piece, Changes):
                         _copy(target, piece)
                 slots.announce_filled(number)
@@ -390,8 +362,7 @@ class SharedMemoryTransport:
             assert next(incoming, None) is None
         except BaseException as error:
             slots.give_up()
-            # Wait until no server reads the segment any more. A server's own error tells more than the error in the
-            # trainer.
+            # No server reads the segment afterwards. A server's own error says more than the trainer's.
             wait(pending)
             if type(error) is RuntimeError:
                 finish_all(pending)
@@ -458,8 +429,7 @@ class Segment:
         workers: int,
         timeout: float,
     ) -> Generator[list[Piece], None, None]:
-        """The pieces of one push, chunk by chunk, without the tensors that were left out. The arguments are those of
-        `slots.worker_chunks`."""
+        """The pieces of one push, chunk by chunk, without the tensors left out; the arguments are `worker_chunks`'."""
         incoming = worker_chunks(
             self.memory,
             self.handle,
@@ -500,9 +470,7 @@ def shares_memory(server: WeightReceiverCalls) -> bool:
 
 
 def read_test_file(name: str) -> str | None:
-    """The worker's answer to `shares_memory`: the content of a small file of this user, or None if there is no such
-    file.
-    """
+    """The worker's answer to `shares_memory`: the content of this user's small file, or None if there is none."""
     try:
         return _trainer_file(name).read_text(encoding="utf-8")[:64]
     except (OSError, ValueError):
@@ -510,10 +478,7 @@ def read_test_file(name: str) -> str | None:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor.
-
-    In main memory only this thread copies, because the other cores load the previous chunk at the same time.
-    """
+    """Copy a tensor; in main memory by this thread alone, because the other cores load the previous chunk meanwhile."""
     if source.device.type == target.device.type == "cpu":
         raw = source.detach().contiguous().flatten().view(torch.uint8)
         target.flatten().view(torch.uint8).numpy()[:] = raw.numpy()
@@ -522,11 +487,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _trainer_file(name: str) -> Path:
-    """The path of a file that a trainer made and this user owns.
-
-    Raises:
-        ValueError: the name is not the name of such a file, or another user owns it.
-    """
+    """The path of a file that a trainer made and this user owns. Another name is refused."""
     path = _FOLDER / name
     if (
         not name.startswith(_PREFIX)
@@ -547,8 +508,7 @@ def new_file(path: Path, size: int) -> int:
         os.close(handle)
         raise NoRoom(
             f"shared memory has no room for {size >> 20} MiB ({error.strerror}): give it more (docker run "
-            f"--shm-size), or "
-            "set vllm_weight_transport to gloo"
+            "--shm-size), or set vllm_weight_transport to gloo"
         ) from error
     return handle
 

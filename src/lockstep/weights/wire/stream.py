@@ -1,17 +1,12 @@
 """A push as a stream: its chunks, what changed in them, and what a transport asks of the receivers.
 
-Cuts a stream of tensors into chunks that fit a buffer, and lays out one chunk in memory.
+A stream of tensors is cut into chunks that fit a buffer. The sender lays the tensors of a chunk out in memory, and the
+worker reads them back; these functions are pure.
 
-It serves both ends of every transport: the sender lays the tensors out, and the worker reads them back. Its functions
-are pure.
-
-What changed in a tensor, as bytes: the places of the elements that differ, and their new values. Nothing is rounded.
-
-The trainer compares a tensor with its copy of what a server holds, and the transports send the result. The server's
-worker keeps a copy of each tensor (`ReceivedWeights`), and writes the new values into it. The new values themselves
-are sent, because adding differences would round.
-
-What a transport asks of the servers, or of the worker processes, that receive a push, and calls to several of them.
+What changed in a tensor are the places of the elements that differ, and their new values, as bytes. The trainer
+compares a tensor with its copy of what a server holds. The server's worker keeps a copy of each tensor
+(`ReceivedWeights`), and writes the new values into it. The values themselves are sent, because adding differences
+would round.
 """
 
 from __future__ import annotations
@@ -47,10 +42,7 @@ class TensorPlace(NamedTuple):
 
 
 def chunks(tensors: Iterable[Named], limit: int = CHUNK_BYTES) -> Iterator[list[Named]]:
-    """Group consecutive tensors into chunks of at most `limit` bytes.
-
-    A tensor larger than `limit` is a chunk by itself.
-    """
+    """Group consecutive tensors into chunks of at most `limit` bytes. A larger tensor is a chunk by itself."""
     group: list[Named] = []
     used = 0
     for name, tensor in tensors:
@@ -74,11 +66,7 @@ def layout(chunk: Sequence[Named]) -> tuple[list[TensorPlace], int]:
 
 
 def views(buffer: torch.Tensor, placed: Iterable[Sequence[object]]) -> list[Named]:
-    """The tensors of a chunk as views of a uint8 buffer.
-
-    Raises:
-        ValueError: an entry is no place of a tensor, or the tensor is not within the buffer.
-    """
+    """The tensors of a chunk as views of a uint8 buffer."""
     found = []
     for name, dtype, shape, offset in map(_place, placed):
         size = _bytes(dtype, shape)
@@ -89,20 +77,12 @@ def views(buffer: torch.Tensor, placed: Iterable[Sequence[object]]) -> list[Name
 
 
 def buffer_bytes(placed: Iterable[Sequence[object]]) -> int:
-    """The number of bytes that a buffer needs for a chunk.
-
-    Raises:
-        ValueError: an entry is no place of a tensor.
-    """
+    """The number of bytes that a buffer needs for a chunk."""
     return max((place.offset + _bytes(place.dtype, place.shape) for place in map(_place, placed)), default=0)
 
 
 def _place(entry: Sequence[object]) -> TensorPlace:
-    """The place that an entry of another process describes.
-
-    Raises:
-        ValueError: it describes none.
-    """
+    """The place that an entry of another process describes. An entry that describes none is refused."""
     if len(entry) == len(TensorPlace._fields):
         name, dtype, shape, offset = entry
         sizes = [*shape, offset] if isinstance(shape, (list, tuple)) else [-1]
@@ -154,14 +134,9 @@ NO_CHANGES = Changes(0, torch.empty(0, dtype=torch.uint8))
 
 
 def changes_between(old: torch.Tensor, new: torch.Tensor) -> tuple[int, Changes | None]:
-    """The changes that turn `old` into `new`, bit for bit.
+    """The number of elements of contiguous tensors on the host that differ, and the changes that turn `old` into `new`.
 
-    Args:
-        old, new: contiguous tensors in main memory, of the same shape and dtype.
-
-    Returns:
-        The number of elements that differ, and the changes. Instead of the changes None, if the whole tensor has no
-        more bytes.
+    Instead of the changes None, if the whole tensor has no more bytes.
     """
     bits = BITS[new.dtype.itemsize]
     before, after = (tensor.flatten().view(bits).numpy() for tensor in (old, new))
@@ -177,11 +152,7 @@ def changes_between(old: torch.Tensor, new: torch.Tensor) -> tuple[int, Changes 
 
 
 def apply_changes(tensor: torch.Tensor, changes: Changes) -> None:
-    """Write the new values into a contiguous tensor in main memory.
-
-    Raises:
-        ValueError: the changes do not fit the tensor.
-    """
+    """Write the new values into a contiguous tensor in main memory. Changes that do not fit it are refused."""
     size = changes.elements * tensor.dtype.itemsize
     if changes.raw.numel() != changes_bytes(changes.elements, tensor.dtype):
         raise ValueError(
@@ -237,9 +208,7 @@ def arrived_pieces(counts: Sequence[int], places: Sequence[Named]) -> list[Piece
 
 
 def part_of(name: str) -> str:
-    """The part of the model that a tensor belongs to.
-
-    An engine may fuse tensors of one part, and loads all of them or none.
+    """The part of the model that a tensor belongs to. An engine may fuse tensors of one part, and loads all or none.
 
     Tensors of one layer belong to the layer's next lower module (`model.layers.3.self_attn`), others to their own
     module.
@@ -279,9 +248,7 @@ class ReceivedWeights:
 
 
 def available_bytes() -> int:
-    """Bytes of main memory that are free on this machine, or in this container; 0 if the system does not tell (only
-    Linux does).
-    """
+    """Bytes of free main memory of this machine or container; 0 if the system does not tell (only Linux does)."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -298,10 +265,7 @@ def available_bytes() -> int:
 
 
 def _differing(before: npt.NDArray, after: npt.NDArray) -> npt.NDArray[np.int64]:
-    """Places at which two arrays of integers differ.
-
-    It compares words of 8 bytes, then the elements of the words that differ.
-    """
+    """Places at which two arrays of integers differ: words of 8 bytes first, then the elements of those that differ."""
     per_word = 8 // after.itemsize
     whole = len(after) // per_word * per_word
     old, new = before[:whole].view(np.int64), after[:whole].view(np.int64)
@@ -333,7 +297,7 @@ T = TypeVar("T")
 
 
 def finish_all(pending: Sequence[Future[T]]) -> list[T]:
-    """Wait for calls to several servers, and return their results. An error is raised only after all calls have ended.
+    """The results of calls to several servers. An error is raised only after all calls have ended.
 
     Therefore no server still reads memory when the caller changes it.
     """
@@ -349,10 +313,7 @@ def check_pending(pending: Sequence[Future[None]]) -> None:
 
 
 def worker_ranks(servers: Sequence[WeightReceiverCalls], first: int) -> list[int]:
-    """Rank of each server's first worker, and as the last entry the rank after the last worker.
-
-    The first rank is `first`.
-    """
+    """Rank of each server's first worker, from `first` on, and as the last entry the rank after the last worker."""
     return list(accumulate((server.world_size for server in servers), initial=first))
 
 

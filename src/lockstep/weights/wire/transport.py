@@ -1,8 +1,7 @@
-"""Chooses how the bytes of a push reach the servers: through a GPU's memory, through shared memory, over gloo or over
-NCCL.
+"""Chooses how the bytes of a push reach the servers: through a GPU's or shared memory, over gloo or over NCCL.
 
-An engine on servers drives a transport. A transport moves bytes and reports what it placed where. The version, the
-acknowledgement and the comparison are the same for all transports (`weights/push.py`).
+A transport moves bytes and reports what it placed where. The version, the acknowledgement and the comparison are the
+same for all transports.
 """
 
 from __future__ import annotations
@@ -60,11 +59,7 @@ class WeightTransport(Protocol):
 
 
 def check_transport(name: str) -> None:
-    """Check a transport before servers are asked.
-
-    Raises:
-        InputError: the name is unknown, or it is `nccl` or `cuda_ipc` and this process has no GPU.
-    """
+    """Check a transport before servers are asked: its name is known, and this process has the GPU that it needs."""
     if name not in TRANSPORTS:
         raise InputError(f"vllm_weight_transport={name!r}; it must be one of {', '.join(TRANSPORTS)}")
     if name in (NCCL, cuda_ipc.NAME):
@@ -90,9 +85,6 @@ def choose_transport(
         port: port that the trainer listens on; 0 means a free port.
         timeout: seconds that any step of a push may take.
         deltas: whether gloo sends only the changed elements of tensors in half precision.
-
-    Raises:
-        InputError: the name is unknown, or a server cannot use the transport.
     """
     check_transport(name)
     if name == NCCL:
@@ -135,8 +127,7 @@ def _check_host(servers: Sequence[WeightReceiverCalls], host: str) -> None:
     if remote and is_local(host):
         raise InputError(
             f"the server at {remote[0]} cannot reach this machine at {host}: set vllm_group_host to this "
-            f"machine's address "
-            "as that server reaches it"
+            "machine's address as that server reaches it"
         )
 
 
@@ -152,8 +143,7 @@ def _shared_gpu(servers: Sequence[WeightReceiverCalls]) -> torch.device | None:
 
 
 class WhileItFits:
-    """`auto` on one machine: a transport through memory of the machine, until it turns out that the memory cannot be
-    had (64 MiB of shared memory in a Docker container); then another one.
+    """`auto` on one machine: a transport through memory, until it cannot be had (64 MiB in a Docker container).
 
     Args:
         first: tried first.

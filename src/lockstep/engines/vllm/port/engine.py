@@ -1,19 +1,11 @@
 """vLLM's engine as one release has it: settings, server program, sleep mode, and places for faults.
 
-vLLM's engine: how its settings are built and its backends registered, and what is read of its state.
+The settings that vLLM runs with are read from `vllm_config` in the process that runs the model, as plain JSON; they go
+to `watch/settings.py` as `EngineSettings`.
 
-The settings that vLLM runs with. They are read from `vllm_config` in the process that runs the model, as plain JSON.
-
-They go to `watch/settings.py` as `EngineSettings`.
-
-The program of vLLM's server: its parser, its settings, and how it is run on the first node and on later ones.
-
-Places in vLLM that only the faults of the self-test touch: what stands there, and its name.
-
-vLLM's sleep mode: an engine in the trainer's process gives its memory back while the trainer learns.
-
-The order is: sleep → learn → wake the weights → push and its proofs → wake the key-value cache → sample → sleep.
-Between the two wakes vLLM holds no cache, so that a push has its room. There are two levels:
+In sleep mode an engine in the trainer's process gives its memory back while the trainer learns. The order is: sleep →
+learn → wake the weights → push and its proofs → wake the key-value cache → sample → sleep. Between the two wakes vLLM
+holds no cache, so that a push has its room. There are two levels:
 
 - Level 1 moves the weights to main memory. Their digests before and after show that they came back.
 - Level 2 discards the weights. The engine forgets what it holds, so that only a push of all weights is accepted
@@ -42,13 +34,7 @@ if TYPE_CHECKING:
 
 
 def build_engine(arguments: Mapping[str, Any]) -> None:
-    """Let vLLM build its settings from arguments of `vllm.LLM`, and choose the loader of the weights.
-
-    No weight is read.
-
-    Raises:
-        Exception: of vLLM, about a value that it cannot use.
-    """
+    """Let vLLM build its settings from arguments of `vllm.LLM`, and choose the weights' loader. It reads no weight."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.usage.usage_lib import UsageContext
@@ -57,12 +43,7 @@ def build_engine(arguments: Mapping[str, Any]) -> None:
 
 
 def register_backends(module: str, classes: Mapping[str, str]) -> None:
-    """Register weight-transfer backends. It may be called several times.
-
-    Args:
-        module: the module in which the classes stand. vLLM imports it when it uses one of them.
-        classes: the name of the class of each backend.
-    """
+    """Register weight-transfer backends: the class of each, and the module from which vLLM imports them when used."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for backend, name in classes.items():
@@ -135,20 +116,14 @@ def _model_config(config: Any) -> dict[str, Any]:
 
 
 def searches_top_p() -> bool:
-    """Whether vLLM searches the edge of top-p.
-
-    With Triton, both of its model runners do so, for batches of every size.
-    """
+    """Whether vLLM searches the edge of top-p: with Triton both of its model runners do, for batches of every size."""
     from vllm.v1.sample.ops.topk_topp_sampler import HAS_TRITON
 
     return bool(HAS_TRITON)
 
 
 def _architecture(config: Any) -> str:
-    """The name of the model's class.
-
-    For a class that vLLM does not have, vLLM would name its Transformers backend instead.
-    """
+    """The name of the model's class. Without one of its own, vLLM would name its Transformers backend instead."""
     return config.hf_config.architectures[0] if config.using_transformers_backend() else config.architecture
 
 
@@ -234,11 +209,7 @@ def names_of_arguments(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def build_server(given: argparse.Namespace | AsyncEngineArgs) -> None:
-    """Let vLLM build the settings of a server.
-
-    Raises:
-        Exception: of vLLM, about a value that it cannot use.
-    """
+    """Let vLLM build the settings of a server."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -288,11 +259,7 @@ _WEIGHTS, _CACHE = "weights", "kv_cache"
 
 
 def sleep_arguments(level: SleepLevel) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for an engine that sleeps. Level 0: it never sleeps.
-
-    Raises:
-        InputError: vLLM has no sleep mode on this platform.
-    """
+    """Arguments of `vllm.LLM` for an engine that sleeps. Level 0: it never sleeps."""
     if level == 0:
         return {}
     from vllm.platforms import current_platform
@@ -313,13 +280,7 @@ class Woken(NamedTuple):
 
 
 class Sleep:
-    """The sleep of one engine.
-
-    Args:
-        llm: vLLM's engine.
-        call: calls a function with every worker as its first argument, and returns the results.
-        level: 1 or 2.
-    """
+    """The sleep of one engine. `call` gives every worker to a function, and returns the results."""
 
     def __init__(self, llm: LLM, call: Callable[..., list[Any]], level: SleepLevel) -> None:
         self._llm, self._call, self.level = llm, call, level
@@ -342,8 +303,7 @@ class Sleep:
             self._key = new_key()
             self._digests = self._call(weight_digests, f"{self._key:x}")
         else:
-            # Before the weights are gone, so that no failure can leave the engine with a record of weights that it
-            # lost.
+            # First, so that no failure can leave the engine with a record of weights that it lost.
             self._call(forget_weights)
         self._llm.sleep(level=self.level)
         self._asleep = (_WEIGHTS, _CACHE)
@@ -351,9 +311,8 @@ class Sleep:
     def wake_weights(self) -> list[Woken]:
         """Wake the weights, and not the cache. The engine can then receive a push, and its modules can be probed.
 
-        Returns:
-            Of each worker, the parameters that do not have the bytes with which they fell asleep. Empty if nothing
-            slept, or after level 2.
+        Returns, of each worker, the parameters with other bytes than before they slept; empty if nothing slept, or
+        after level 2.
         """
         if not self.is_asleep:
             return []
@@ -388,17 +347,10 @@ def _differing(before: dict[str, str], now: dict[str, str]) -> Woken:
 
 
 def weight_digests(worker: Any, key: str) -> dict[str, str]:
-    """The digest of each parameter as a worker holds it. vLLM calls it inside the worker.
-
-    Args:
-        key: the key of the digests, in hex.
-    """
+    """The digest of each parameter as a worker holds it, under a key in hex. vLLM calls it inside the worker."""
     return digests_of(dict(worker.model_runner.model.named_parameters()), int(key, 16))
 
 
 def forget_weights(worker: Any) -> None:
-    """Let a worker forget which weights it holds.
-
-    It then refuses a push of changes. vLLM calls it inside the worker.
-    """
+    """Let a worker forget which weights it holds, so that it refuses a push of changes. It runs inside the worker."""
     worker.weight_transfer_engine.forget_weights()

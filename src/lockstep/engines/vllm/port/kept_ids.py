@@ -26,11 +26,7 @@ from lockstep.tokens.arrays import KeptIds, small_ids
 
 
 class KeptIdsRecorder:
-    """Wraps the sampler of a model runner and records the kept ids of each step.
-
-    Args:
-        runner: vLLM's first model runner (`GPUModelRunner`; the runner for CPUs is a subclass).
-    """
+    """Wraps the sampler of vLLM's first model runner (a subclass on CPUs), and records each step's kept ids."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -38,10 +34,7 @@ class KeptIdsRecorder:
         self._found: Any = None
 
     def sample(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Replaces vLLM's `Sampler.sample`.
-
-        The log-probs that it returns are after all filters: −inf outside the sets.
-        """
+        """Replaces vLLM's `Sampler.sample`. Its log-probs are those after all filters: −inf outside the sets."""
         sampled, logprobs = self._sample(*args, **kwargs)
         limits = self._limits()
         if logprobs is not None and limits.any():
@@ -49,10 +42,7 @@ class KeptIdsRecorder:
         return sampled, logprobs
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Replaces vLLM's `sample_tokens`, which makes one step for all running requests.
-
-        Adds the sets to its output.
-        """
+        """Replaces vLLM's `sample_tokens`, one step for all running requests, and adds the sets to its output."""
         self._found = None
         output = self._sample_tokens(*args, **kwargs)
         if self._found is not None:
@@ -70,11 +60,7 @@ class KeptIdsRecorder:
 
 
 class SecondRunnerKeptIds:
-    """Lets vLLM's second model runner compute its own sets in the steps in which a request asks for them.
-
-    Args:
-        runner: vLLM's second model runner (`vllm.v1.worker.gpu.model_runner.GPUModelRunner`).
-    """
+    """Lets vLLM's second model runner (`v1.worker.gpu`) compute its sets in the steps with a request for them."""
 
     def __init__(self, runner: Any) -> None:
         self._sampler = sampler = runner.sampler
@@ -149,10 +135,7 @@ def record_kept_ids(worker: Any) -> None:
 
 
 def carry_kept_ids() -> None:
-    """Change vLLM in two ways: its scheduler passes kept ids on, and requests may give bad words as ids.
-
-    Safe to call again.
-    """
+    """Let vLLM's scheduler pass kept ids on, and requests give bad words as ids. Safe to call again."""
     from vllm import SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -167,8 +150,7 @@ def carry_kept_ids() -> None:
 
     def read_words_and_ids(self: Any, tokenizer: Any) -> None:
         read_words(self, tokenizer)
-        # vLLM takes bad words as text, and its tokenizer makes ids of them, with and without a space before them.
-        # These ids may differ from the ids of the request.
+        # vLLM makes ids of bad words itself, with and without a space. They may differ from the request's ids.
         if words := (self.extra_args or {}).get(BAD_WORDS):
             self._bad_words_token_ids = [list(word) for word in words]
 
@@ -177,10 +159,6 @@ def carry_kept_ids() -> None:
 
 
 def kept_ids_from(sets: Sequence[Sequence[int]]) -> KeptIds:
-    """`KeptIds` from vLLM's answer: one list of ids per token.
-
-    Raises:
-        BadValues: an id is not an integer.
-    """
+    """`KeptIds` from vLLM's answer: one list of ids per token."""
     ids = list(chain.from_iterable(sets))
     return KeptIds(small_ids(ids), np.cumsum(np.fromiter(map(len, sets), dtype=np.int64, count=len(sets))))

@@ -27,17 +27,12 @@ from lockstep.contract.adapters import DOWN
 from lockstep.contract.probe import sendable
 from lockstep.contract.tensors import LoadedWeights, dtype_name, tensor_specs
 
-# One entry per slot of vLLM whose adapter is used in a step: the slot, and the indices of its tokens. None: all
-# tokens use it.
+# The slot of each adapter that is used in a step, and the indices of its tokens (None: all tokens).
 SlotTokens = list[tuple[int, torch.Tensor | None]]
 
 
 class CPUKernel:
-    """Replaces `PunicaWrapperCPU.add_lora_linear`.
-
-    Args:
-        wrapper: vLLM's record of which token of a step has which adapter.
-    """
+    """Replaces `PunicaWrapperCPU.add_lora_linear`. vLLM's wrapper knows which token of a step has which adapter."""
 
     def __init__(self, wrapper: PunicaWrapperCPU) -> None:
         self._wrapper, self._update = wrapper, wrapper.update_metadata
@@ -47,9 +42,7 @@ class CPUKernel:
             self._slots = tokens_by_slot(wrapper.token_lora_indices)
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
-        """Replaces vLLM's `update_metadata`. vLLM calls it before each step that has other requests than the last
-        one.
-        """
+        """Replaces vLLM's `update_metadata`, which comes before each step with other requests than the last one."""
         self._update(*args, **kwargs)
         self._slots = tokens_by_slot(self._wrapper.token_lora_indices)
 
@@ -88,11 +81,7 @@ class CPUKernel:
 
 
 def tokens_by_slot(indices: torch.Tensor) -> SlotTokens:
-    """The tokens of a step by the slot of their adapter.
-
-    Args:
-        indices: (tokens,) slot of each token's adapter; -1 for a token without an adapter.
-    """
+    """The tokens of a step by the slot of their adapter, from the slot of each token; −1: the token has no adapter."""
     found = indices.unique().tolist()
     if len(found) == 1:
         return [(found[0], None)] if found[0] >= 0 else []
@@ -100,11 +89,7 @@ def tokens_by_slot(indices: torch.Tensor) -> SlotTokens:
 
 
 def use_cpu_kernel(manager: Any) -> None:
-    """Install the kernel if vLLM uses its own kernel for CPUs. Safe to call again.
-
-    Args:
-        manager: vLLM's `LoRAModelManager`.
-    """
+    """Install the kernel if vLLM's `LoRAModelManager` uses its own kernel for CPUs. Safe to call again."""
     for wrapper in manager.punica_wrapper_mapping.values():
         if type(wrapper) is PunicaWrapperCPU and "add_lora_linear" not in vars(wrapper):
             CPUKernel(wrapper)
@@ -119,20 +104,14 @@ _REMEMBERED = 1024
 
 
 class _Place(NamedTuple):
-    """The module in which vLLM computes an adapted layer, and the index of the layer in that module (0 if it is not
-    fused).
-    """
+    """The module in which vLLM computes an adapted layer, and the layer's index in it (0 if it is not fused)."""
 
     module: Any
     part: int
 
 
 class MemoryLoader:
-    """Replaces vLLM's loader of adapters. It keeps the tensors that trainers have sent, by the name of the adapter.
-
-    Args:
-        manager: vLLM's `WorkerLoRAManager`.
-    """
+    """Replaces the loader of vLLM's `WorkerLoRAManager`. It keeps what trainers have sent, by the adapter's name."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -148,19 +127,13 @@ class MemoryLoader:
         return self._manager._adapter_manager
 
     def keep(self, name: str, tensors: Iterable[Named]) -> LoadedWeights:
-        """Copy the tensors of an adapter. vLLM loads the adapter afterwards, and again if it has dropped it for
-        another one.
-        """
+        """Copy the tensors of an adapter. vLLM loads it afterwards, and again if it has dropped it for another one."""
         kept = [(key, tensor.detach().cpu().clone()) for key, tensor in tensors]
         self.tensors[name] = kept
         return LoadedWeights(tensor_specs(kept), ())
 
     def __call__(self, request: Any) -> LoRAModel:
-        """Load an adapter. Replaces vLLM's `_load_adapter`.
-
-        Raises:
-            ValueError: no trainer has sent this adapter.
-        """
+        """Load an adapter. Replaces vLLM's `_load_adapter`."""
         name = request.lora_path.removeprefix(PATH)
         is_ours = request.lora_path == PATH + name
         if is_ours and name not in self.tensors and name in self._dropped:
@@ -204,11 +177,7 @@ class MemoryLoader:
 
 
 def load_from_memory(worker: Any) -> MemoryLoader | None:
-    """Replace the loader of a worker by a `MemoryLoader`, and the CPU kernel by a faster one. Safe to call again.
-
-    Returns:
-        The worker's loader; None if vLLM was started without LoRA.
-    """
+    """Give a worker a `MemoryLoader` and a faster CPU kernel; None: it has no LoRA. Safe to call again."""
     manager = getattr(worker.model_runner, "lora_manager", None)
     if manager is None:
         return None
@@ -219,9 +188,7 @@ def load_from_memory(worker: Any) -> MemoryLoader | None:
 
 
 def adapter_state(worker: Any) -> dict[str, Any] | None:
-    """The limits of a worker and the names of the adapters that it holds, as JSON types; None: vLLM was started
-    without LoRA.
-    """
+    """A worker's limits and the names of the adapters it holds, as JSON types; None: vLLM was started without LoRA."""
     memory = load_from_memory(worker)
     if memory is None:
         return None
@@ -247,8 +214,7 @@ def drop_adapters(worker: Any, names: Sequence[str]) -> None:
 def read_adapter_back(worker: Any, name: str) -> LoadedWeights:
     """The tensors of an adapter, read back from the slot that vLLM computes with.
 
-    With tensor parallelism, each worker has only a part of some tensors. These tensors are not read back; the probe
-    covers them.
+    With tensor parallelism, a worker has only a part of some tensors. These are not read back; the probe covers them.
     """
     memory = _memory(worker)
     slot = memory.slots.lora_index_to_id.index(memory.activate(name))
@@ -261,8 +227,7 @@ def read_adapter_back(worker: Any, name: str) -> LoadedWeights:
             continue
         stacked = place.module.lora_a_stacked if key.endswith(DOWN) else place.module.lora_b_stacked
         if place.module.tp_size == 1:
-            # A slot may be larger than the tensor. The rest must be zero; otherwise the whole slot is reported, so
-            # that the comparison fails.
+            # A slot may be larger than the tensor. If the rest is not zero, the whole slot fails the comparison.
             whole = stacked[place.part][slot, 0]
             found.append(
                 (key, whole[: shape[0], : shape[1]] if not _has_values_beyond(whole, shape) else whole)
@@ -271,9 +236,7 @@ def read_adapter_back(worker: Any, name: str) -> LoadedWeights:
 
 
 def probe_adapter(worker: Any, name: str, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
-    """For each adapted layer that this worker has: its output with the adapter, its output without, and the
-    difference (3, N).
-    """
+    """(3, N) per adapted layer of this worker: its output with the adapter, its output without, and the difference."""
     from lockstep.engines.vllm.port.probe import linear_output, whole_parts
 
     memory = _memory(worker)
@@ -294,12 +257,7 @@ def probe_adapter(worker: Any, name: str, layers: Sequence[str], seed: int) -> d
 
 
 def use_adapter(worker: Any, name: str | None, rows: int) -> None:
-    """Let the modules use an adapter for inputs of `rows` rows, until vLLM's next step sets the adapters of its own
-    rows.
-
-    Args:
-        name: name of the adapter; None: no adapter.
-    """
+    """Let the modules use an adapter (None: none) for inputs of `rows` rows, until vLLM's next step sets its own."""
     memory = load_from_memory(worker)
     if memory is None:
         return

@@ -44,9 +44,7 @@ _TABLE = "torch._inductor.lowering"
 
 
 def import_without_compiler() -> None:
-    """Import vLLM without the compiler's table of operations. vLLM skips its own operations if the table cannot be
-    imported.
-    """
+    """Import vLLM without the compiler's table of operations. vLLM then skips its own operations too."""
     if _TABLE in sys.modules or "vllm" in sys.modules:
         return
     # If `sys.modules` holds None for a module, Python raises ImportError for its import.
@@ -58,21 +56,13 @@ def import_without_compiler() -> None:
 
 
 def count_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """(rows,) int64 number of values in each row of `x` that are at least the row's value in `values`.
-
-    Args:
-        x: (rows, V) values on a CPU.
-        values: (rows, 1) value of each row.
-    """
+    """(rows,) int64: how many values of each row of `x` (rows, V) are at least the row's one in `values` (rows, 1)."""
     at_least = (x >= values).numpy()
     return torch.tensor([np.count_nonzero(row) for row in at_least], dtype=torch.int64)
 
 
 def count_without_compiling() -> None:
-    """Let vLLM's sampler count ranks with `count_at_least`.
-
-    Called after vLLM is imported, in the process that samples.
-    """
+    """Let vLLM's sampler count ranks with `count_at_least`, in the process that samples, after vLLM is imported."""
     from vllm.v1.sample import sampler
 
     sampler.batched_count_greater_than = count_at_least
@@ -82,8 +72,8 @@ def count_without_compiling() -> None:
 def own_classes_for_vllm() -> Iterator[Callable[[torch.nn.Module], None]]:
     """At the end of the context, restore the classes of transformers that vLLM has changed inside it.
 
-    Yields a function. Call it inside the context with vLLM's model: it gives each module whose class was changed a
-    new class.
+    Yields a function to call inside the context: it gives each module of vLLM's model whose class was changed a new
+    class.
     """
     from vllm.model_executor.models.transformers.base import Base
 
@@ -191,10 +181,7 @@ def _norm_of_sum(
 
 
 def find_files_by_name() -> None:
-    """Let the modules of vLLM that search a model's directory take its name as it is.
-
-    It may be called several times.
-    """
+    """Let the modules of vLLM that search a model's directory take its name as it is. Safe to call again."""
     from vllm.model_executor.model_loader import default_loader, weight_utils
 
     for module in (default_loader, weight_utils):
@@ -232,8 +219,7 @@ _CARRIERS = ("process_input_sockets", "process_output_sockets", "WorkerAsyncOutp
 
 
 def end_without_carriers() -> None:
-    """Let a process of vLLM end when a thread that carries its messages ends by an error, such as an answer that
-    cannot be encoded.
+    """Let a process of vLLM end when a thread that carries its messages ends by an error, such as a bad answer.
 
     Otherwise the process would live on and answer nothing, and vLLM's health check would not notice it (vLLM 0.32.0).
     """
@@ -251,9 +237,7 @@ def end_without_carriers() -> None:
 
 
 def keep_files_together() -> None:
-    """Let vLLM put the file through which its processes meet into the private folder of the engine, where there is
-    one.
-    """
+    """Let vLLM put the file through which its processes meet into the engine's private folder, if there is one."""
     from vllm.utils import network_utils
 
     class Folder:
@@ -282,8 +266,9 @@ def _run_in_this_process(function: Callable[[], Result]) -> Result:
 
 
 def request_amx() -> None:
-    """Linux lets a process use AMX only after the process has requested it. oneDNN makes this request; vLLM's own
-    bf16 kernels do not. Small models use only vLLM's kernels. Without this request their workers die of an illegal
-    instruction (vLLM 0.32.0)."""
+    """Let the kernel allow AMX, as oneDNN asks and vLLM's own bf16 kernels do not (vLLM 0.32.0).
+
+    Workers of small models, which use only vLLM's kernels, would die of an illegal instruction.
+    """
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()

@@ -41,10 +41,7 @@ from lockstep.engines.vllm.port.quantised import quantization_of
 
 
 def whole_outputs(module: LinearBase) -> int:
-    """Number of outputs of a whole linear module.
-
-    If several workers hold copies of a key or value head, it counts once.
-    """
+    """Number of outputs of a whole linear module. Copies of a key or value head in several workers count once."""
     return sum(whole_parts(module))
 
 
@@ -129,11 +126,7 @@ def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModule
 def probe_modules(
     worker: Any, names: tuple[str, ...], seed: int, every: bool, adapter: str | None = None
 ) -> dict[str, torch.Tensor]:
-    """The outputs of the named modules that this worker has, for their probe inputs: 1-D float32 tensors on CPU.
-
-    Args:
-        adapter: name of the adapter that the modules use; None: they use none.
-    """
+    """1-D float32 outputs, on the CPU, of this worker's named modules for their probe inputs, with this adapter."""
     model = worker.model_runner.model
     own = {name for name, _ in _with_parameters(model)}
     answers = {}
@@ -155,12 +148,9 @@ def _own_name(name: str) -> str:
 
 
 def linear_output(name: str, module: Any, seed: int, *, with_zeros: bool = False) -> torch.Tensor:
-    """(rows, outputs) outputs of a whole linear module for its probe input.
+    """(rows, outputs) of a whole linear module for its probe input, and for a row of zeros if it is asked.
 
     The module may have a LoRA layer of vLLM around it.
-
-    Args:
-        with_zeros: whether to add a second row, the outputs for a row of zeros.
     """
     own = plain_module(module)
     quantised = bool(quantization_of(own))
@@ -191,8 +181,7 @@ def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
     if isinstance(module, VocabParallelEmbedding):
         rows = sent(probe_rows(seed, name, module.org_vocab_size, every=every), module.weight.device)
         vector = sent(probe_vector(seed, name, module.embedding_dim), module.weight.device)
-        # Without the scale that a class of transformers adds (VaultGemma). Other models of vLLM scale outside the
-        # module.
+        # Without the scale of a class of transformers (VaultGemma); vLLM's models scale outside the module.
         found = [
             VocabParallelEmbedding.forward(module, own).float() @ vector for own in rows.split(PROBED_ROWS)
         ]
@@ -210,10 +199,7 @@ def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
 
 
 def _expert_tensors(module: Any, checkpoint_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Checkpoint names of the projections of each expert.
-
-    Empty: the module has no experts, or the probe cannot test their kind.
-    """
+    """Checkpoint names of each expert's projections; empty: there are none, or the probe cannot test their kind."""
     if (
         not isinstance(module, RoutedExperts)
         or module.quant_method.is_monolithic
@@ -241,8 +227,7 @@ def _outputs(module: Any) -> int:
 
 def _with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, module in model.named_modules():
-        # Ask each module for its own parameters: the `named_parameters` of the whole model lists a tied parameter
-        # only once.
+        # Each module is asked: the whole model's `named_parameters` lists a tied parameter only once.
         if next(module.parameters(recurse=False), None) is not None:
             # A module inside a LoRA layer is named as without the LoRA layer.
             yield name.removesuffix(_WRAPPED), module
@@ -265,10 +250,7 @@ def _kind(name: str, module: torch.nn.Module) -> tuple[ModuleKind | None, list[s
 
 
 def _is_convolution(module: Any) -> bool:
-    """Whether a linear module only holds the weight of a convolution, as in Mamba layers.
-
-    Its own forward is never called.
-    """
+    """Whether a linear module only holds the weight of a convolution, as in Mamba layers, and is never called."""
     return isinstance(module, LinearBase) and getattr(module, "weight", torch.empty(0)).dim() == 3
 
 
@@ -303,10 +285,7 @@ def _by_engine_name(model: Any, checkpoint_names: tuple[str, ...]) -> dict[str, 
 
 
 def _packed_into(name: str, packed: dict[str, list[str]]) -> tuple[str, int]:
-    """The fused parameter that contains a part, and the part's index in it.
-
-    If there is none: the name itself, and 0.
-    """
+    """The fused parameter that contains a part, and the part's index in it; if there is none: the name, and 0."""
     owner, _, parameter = name.rpartition(".")
     outer, _, part = owner.rpartition(".")
     for fused, parts in packed.items():

@@ -19,10 +19,7 @@ _SCHEMES = {Fp8PtpcOnlineLinearMethod: "fp8_per_channel"}
 
 
 def quantization_of(module: Any) -> str:
-    """The scheme in which a module computes; empty: it is not quantised.
-
-    What is not supported has the name of vLLM's class.
-    """
+    """The scheme in which a module computes; empty: none; the name of vLLM's class: one that is not supported."""
     method = getattr(module, "quant_method", None)
     if method is None or "Unquantized" in type(method).__name__:
         return ""
@@ -44,16 +41,13 @@ def code_digests(worker: Any, names: Sequence[str]) -> dict[str, str]:
 
 
 def quantise_inputs(worker: Any, wanted: bool) -> bool:
-    """Set whether the modules in 8 bits quantise their inputs.
-
-    Otherwise they multiply them with the values of their codes.
+    """Set whether the modules in 8 bits quantise their inputs, or multiply them with the values of their codes.
 
     A canary without quantised inputs shows what stands between the modules: it has the gap of the engine's dtype,
     because no code of an input can be rounded to its other neighbour.
 
-    Returns:
-        False if it cannot be set here: vLLM runs a compiled program, which would not change, or a kernel has packed
-            the codes.
+    Returns False if it cannot be set here: vLLM runs a compiled program, which would not change, or a kernel has
+    packed the codes.
     """
     modules = [
         m for m in worker.model_runner.model.modules() if isinstance(m, LinearBase) and quantization_of(m)

@@ -57,10 +57,9 @@ _PACKED_WEIGHT = "cpu_linear"
 
 
 def begin_reload(model: torch.nn.Module) -> tuple[LayerReloadingInfo, ...]:
-    """Prepare every layer for new weights. Unquantised embeddings and heads are prepared for writing in place.
+    """Prepare every layer for new weights, and return vLLM's record of each layer, which it updates as weights arrive.
 
-    Returns:
-        vLLM's record of each layer, which it updates while weights arrive.
+    Unquantised embeddings and heads are prepared for writing in place.
     """
     initialize_layerwise_reload(model)
     for layer in _embeddings_and_heads(model):
@@ -90,10 +89,7 @@ def loaded_dtypes(model: torch.nn.Module) -> list[str]:
 
 
 def restore_unloaded(model: torch.nn.Module) -> None:
-    """Restore the weights of layers that received nothing. These layers are not packed again.
-
-    vLLM would do the same at the end of the update, with a warning per layer.
-    """
+    """Restore the weights of layers that received nothing, without packing, and without vLLM's warning per layer."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if (
@@ -107,10 +103,7 @@ def restore_unloaded(model: torch.nn.Module) -> None:
 
 
 def repack_heads(model: torch.nn.Module, written: Collection[str]) -> None:
-    """Pack the new weights of embeddings and output heads again, each weight once.
-
-    Args:
-        written: names of the model's parameters that this update has written.
+    """Pack the new weights of embeddings and output heads again, each weight that is in `written` once.
 
     vLLM 0.32.0 processes a layer when the layer's own weights have arrived. A tied head owns no weights. So on CPU it
     kept the packed copy that was made at load, while the embedding that it shares was updated (fault W2).
@@ -141,15 +134,10 @@ def repack_heads(model: torch.nn.Module, written: Collection[str]) -> None:
 
 
 def remove_expert_kernels(model: torch.nn.Module) -> dict[RoutedExperts, Any]:
-    """Remove the CPU kernels of experts, so that vLLM packs the weights of experts in this update as it did at the
-    first load.
+    """Remove the CPU kernels of experts, so that vLLM packs their weights as at first. Returns the old kernels.
 
-    vLLM 0.32.0 packs and pads experts only if a layer has no kernel yet. If the old kernel stays, it reads the rows
-    of the new weights in the wrong order, and an update of padded experts fails (fault W10). If there is no kernel,
-    vLLM makes a new one.
-
-    Returns:
-        The old kernels. `restore_expert_kernels` gives them back to layers that received nothing.
+    vLLM 0.32.0 packs and pads experts only if a layer has no kernel yet. If the old kernel stays, it reads the rows of
+    the new weights in the wrong order, and an update of padded experts fails (fault W10).
     """
     kernels = {}
     for layer in model.modules():
@@ -169,14 +157,10 @@ def restore_expert_kernels(kernels: dict[RoutedExperts, Any]) -> None:
 
 
 def copy_pending(layers: Iterable[LayerReloadingInfo], temporary: Sequence[torch.Tensor]) -> None:
-    """Copy the tensors that vLLM has received and not used yet.
+    """Copy the tensors that vLLM has received and not used yet, if they are in `temporary` memory.
 
-    vLLM writes a layer when all of its tensors have arrived. Until then it keeps references to them, and the next
-    chunk would overwrite their memory.
-
-    Args:
-        layers: the result of `begin_reload`.
-        temporary: tensors whose memory the next chunk will reuse.
+    vLLM writes a layer when all of its tensors have arrived. Until then it keeps references to them, and the next chunk
+    would overwrite their memory.
     """
     memory = {tensor.untyped_storage().data_ptr() for tensor in temporary}
     for info in layers:
@@ -222,8 +206,7 @@ def _has_loaded_layout(info: LayerReloadingInfo) -> bool:
     )
 
 
-# Merged or cast tensors are loaded in parts of this size. In memory are two parts at most, and the tensors that vLLM
-# still needs.
+# Size of the parts in which merged or cast tensors are loaded: two are in memory, and what vLLM still needs.
 PART_BYTES = 16 << 20
 _BASE_LAYER = ".base_layer"
 
@@ -247,11 +230,7 @@ class InProcessUpdate(WeightTransferUpdateInfo):
 
 @dataclass
 class WireInit(WeightTransferInitInfo):
-    """The trainer's segment of shared memory.
-
-    Attributes:
-        buffer: a handle of the trainer's buffer on the GPU (`weights/wire/cuda_ipc.py`), if its slot is there.
-    """
+    """The trainer's segment of shared memory, and the handle of its buffer on the GPU if its slot is there."""
 
     transport: str
     segment: str
@@ -293,10 +272,7 @@ class WireUpdate(WeightTransferUpdateInfo):
 
 
 class _LayerwiseTransfer(WeightTransferEngine):
-    """The common part of our backends: one update through vLLM's layer-wise reload, with an acknowledgement.
-
-    A layer that receives no tensor in the update keeps its weights.
-    """
+    """The common part of our backends: one update through vLLM's layer-wise reload, with an acknowledgement."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -311,9 +287,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
 
     @property
     def base_digest(self) -> str:
-        """Digest of the weights that the engine holds; empty during an update, and where some parameters received
-        nothing.
-        """
+        """Digest of the weights that the engine holds; empty during an update, or if parameters received nothing."""
         return "" if self._is_updating or self.acknowledgement.untouched else self.held.digest
 
     def forget_weights(self) -> None:
@@ -322,8 +296,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         if self._is_updating:
-            # The previous update failed half-way, and some layers have only a part of their tensors. Restore them
-            # first.
+            # The previous update failed half-way: restore the layers that have a part of their tensors.
             end_reload(self.model, self.model_config)
         self._is_updating = True
         self.acknowledgement = LoadedWeights((), ())
@@ -333,8 +306,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
         self._layers = begin_reload(self.model)
         # A module in 8 bits computes with scales, which it makes of the loaded weight itself.
         loaded = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        # A LoRA layer around a module adds `.base_layer` to the names of parameters. `load_weights` reports names
-        # without it.
+        # `load_weights` reports names without the `.base_layer` that a LoRA layer adds to a parameter.
         self._parameters = tuple(name.replace(_BASE_LAYER, "") for name in computed_with if name in loaded)
         self._kernels = remove_expert_kernels(self.model)
 
@@ -355,8 +327,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
                     name.replace(_BASE_LAYER, "") for name in self.model.load_weights(iter(arrived)) or ()
                 }
         finally:
-            # When this returns, nothing reads the tensors in main memory any more. A GPU reads its own in the order
-            # of the stream.
+            # Nothing reads the tensors on the host any more; a GPU reads its own in the order of the stream.
             begun.settle()
         self._loaded.append((begun, written, stored.names))
 
@@ -388,8 +359,7 @@ class InProcessWeightTransfer(_LayerwiseTransfer):
         if not self.held.accepts_base(update_info.base):
             return
         if isinstance(tensors, Update) and tensors.is_model_memory:
-            # Load all tensors in one call, because vLLM searches the whole model for tied weights at the start of
-            # each load.
+            # One call, because vLLM searches the whole model for tied weights at the start of each load.
             self.load(list(tensors))
         else:
             for part in chunks(tensors, PART_BYTES):
@@ -456,12 +426,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         self._segments[info["segment"]] = self._opened(WireInit(**info))
 
     def received(self, info: Mapping[str, Any], segment: str) -> list[Named]:
-        """Receive the tensors of an adapter, and copy them into new memory. The engine's weights do not change.
-
-        Args:
-            info: the fields of `WireUpdate`.
-            segment: name of the trainer's segment, if it sends through shared memory.
-        """
+        """Receive the tensors of an adapter, and copy them into new memory. The engine's weights do not change."""
         with contextlib.closing(
             self._incoming_pieces(WireUpdate(**info), self._segments.get(segment))
         ) as incoming:

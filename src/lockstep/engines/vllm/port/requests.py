@@ -1,19 +1,14 @@
 """Requests, answers and pictures in vLLM's form.
 
-Conversions between our types and vLLM's: requests to `SamplingParams`, and vLLM's outputs to completions.
+`check_sent` proves that what is sent to vLLM has the sampling settings of the trainer's request: the
+`vllm.SamplingParams` in this process, or the body that is posted to a server. This check comes before the first token
+is sampled. It also finds differences that are too small for any log-prob in half precision.
 
-`contract/inbox.py` checks every completion. `check_sent` proves that what is sent to vLLM has the sampling settings
-of the trainer's request: the engine in this process checks the `vllm.SamplingParams` that it gives to vLLM, and the
-client of a server the body that it posts. This check comes before the first token is sampled. It also finds
-differences that are too small for any log-prob in half precision.
-
-Pictures in vLLM's form. vLLM gets the tensors that the trainer has made, and its own image processor is not used.
-
-The prompt already has one placeholder per image token. If its pictures went to vLLM as `multi_modal_data`, vLLM
-0.32.0 would silently repeat the placeholders a second time. Therefore the processed pictures go to vLLM through
-`mm_input`. Each tile of a picture is sent as a separate picture, called a piece (`Picture.pieces`). The placeholders
-of a piece are consecutive, and a request to a server can describe only consecutive placeholders. The digest of a
-piece is its key in vLLM's caches.
+vLLM gets the tensors of pictures that the trainer has made, and its own image processor is not used. The prompt
+already has one placeholder per image token. If its pictures went to vLLM as `multi_modal_data`, vLLM 0.32.0 would
+silently repeat the placeholders. Therefore they go through `mm_input`. Each tile of a picture is sent as a separate
+picture, called a piece (`Picture.pieces`): the placeholders of a piece are consecutive, and a request to a server can
+describe only consecutive placeholders. The digest of a piece is its key in vLLM's caches.
 """
 
 from __future__ import annotations
@@ -39,10 +34,7 @@ if TYPE_CHECKING:
 
 
 def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
-    """The fields of `vllm.SamplingParams` for a request, as JSON types.
-
-    They go to vLLM in this process or to a server.
-    """
+    """The fields of `vllm.SamplingParams` for a request, as JSON types: for vLLM in this process and for servers."""
     sampling: Sampling = request.sampling
     return {
         "n": 1,
@@ -90,17 +82,12 @@ def _structured_outputs(grammar: Grammar) -> dict[str, str]:
     return {"grammar": as_ebnf(grammar.spec)} if grammar.kind == "choice" else {grammar.kind: grammar.spec}
 
 
-# The fields of a request that scores its prompt. For such a request, vLLM neither reads its prefix cache nor applies
-# a temperature.
+# Fields for scoring a prompt: vLLM then neither reads its prefix cache nor applies a temperature.
 SCORING_FIELDS = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
 
 
 def sampling_params(request: GenerationRequest, *, partial: bool = False) -> Any:
-    """The `vllm.SamplingParams` of a request.
-
-    Args:
-        partial: whether vLLM also returns, after each step, an output with all ids so far.
-    """
+    """The `vllm.SamplingParams` of a request; if `partial`, vLLM also returns all ids so far after each step."""
     return _params(sampling_fields(request), partial)
 
 
@@ -123,13 +110,7 @@ def _params(fields: Mapping[str, Any], partial: bool = False) -> Any:
 
 @contextmanager
 def refusals(what: str) -> Iterator[None]:
-    """Inside the context vLLM is given a request.
-
-    It refuses, for example, a JSON schema with a part that xgrammar would ignore.
-
-    Raises:
-        InputError: vLLM refuses it.
-    """
+    """A context for giving a request to vLLM, which may refuse it: a JSON schema that xgrammar would ignore in part."""
     from vllm.exceptions import VLLMValidationError
 
     try:
@@ -144,10 +125,6 @@ def completion(key: RequestKey, output: RequestOutput, *, filtered: bool, adapte
     Args:
         filtered: whether the request has filters that depend on the logits (`Sampling.is_filtered`).
         adapter: name of the adapter that the current weights are in; None: the model has all of them.
-
-    Raises:
-        ProofError: log-probs or kept ids are missing or damaged, or vLLM used another adapter, or none.
-        LockstepError: the request ended for a reason other than a stop or the length limit.
     """
     _check_adapter(key, output, adapter)
     (sample,) = output.outputs
@@ -181,10 +158,7 @@ def reported_kept_ids(
 ) -> KeptIds | None:
     """The kept ids of an answer of vLLM; None if the answer has none.
 
-    If a request without filters is in the same batch as a request with filters, vLLM puts empty sets into its answer.
-
-    Raises:
-        ProofError: a value is not a token id.
+    Beside a filtered request in one batch, an unfiltered one gets empty sets.
     """
     if sets is None or not (filtered or any(sets)):
         return None
@@ -221,9 +195,6 @@ def versions_of(key: RequestKey, spans: Sequence[tuple[int, int, int]], tokens: 
         spans: spans of tokens with the same version, in order: the version, the index of the first token, and the
             index after the last token. They may contain tokens after the end of the completion.
         tokens: number of tokens of the completion.
-
-    Raises:
-        ProofError: the spans overlap, leave out tokens, or are no spans.
     """
     if not spans and not tokens:
         return whole_numbers(())
@@ -241,8 +212,7 @@ def versions_of(key: RequestKey, spans: Sequence[tuple[int, int, int]], tokens: 
         raise ProofError(
             "version",
             f"request {key}: the weight versions of its {tokens} tokens come as the spans {bounds!s:.80}, "
-            f"which do not cover each "
-            "token once",
+            "which do not cover each token once",
             "the engine's answer is damaged",
             "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
         )
@@ -267,14 +237,7 @@ _OPTIONAL = ("logit_bias", "allowed_token_ids", "structured_outputs", "extra_arg
 
 
 def check_sent(request: GenerationRequest, sent: Mapping[str, Any]) -> None:
-    """Compare the settings that are sent with the settings of the request.
-
-    Args:
-        sent: vLLM's sampling parameters by name.
-
-    Raises:
-        ProofError: a setting differs.
-    """
+    """Compare vLLM's sampling parameters that are sent with the settings of the request."""
     sampling = request.sampling
     expected = {name: getattr(sampling, name) for name in _NUMBERS} | {"n": 1, "seed": request.seed}
     found = {name: sent.get(name) for name in expected}
@@ -315,11 +278,9 @@ _RECORDED = 65_536
 
 
 def picture_arguments(*, cache_gb: int = 0) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`, or of vLLM's server, for a model that reads pictures.
+    """Arguments of vLLM for a model that reads pictures.
 
-    Args:
-        cache_gb: GiB of vLLM's cache of inputs. A server needs it: a picture is sent once, and its requests name the
-            digest.
+    A server needs a cache of inputs: a picture is sent once, and its requests name the digest.
     """
     return {
         # The trainer has already normalised the pixels.
@@ -331,11 +292,7 @@ def picture_arguments(*, cache_gb: int = 0) -> dict[str, Any]:
 
 
 def piece_tensors(piece: Picture) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The tensors of a piece of a picture, by vLLM's names.
-
-    Returns:
-        The tensors with one row per patch or tile, and the tensors that describe the whole piece.
-    """
+    """The tensors of a piece by vLLM's names: those with one row per patch or tile, and those of the whole piece."""
     if not piece.in_tiles:
         return {"pixel_values": piece.pixel_values}, {"image_grid_thw": piece.grid}
     # No tile is padded (`images/prompts.py`).
@@ -375,14 +332,9 @@ def prompt_with_pictures(prompt_ids: list[int], pictures: PromptPictures) -> Any
 
 
 def piece_places(pieces: PromptPictures) -> list[tuple[int, int]]:
-    """For each piece, the index of its first placeholder in the prompt's ids, and the number of its placeholders.
+    """The index of each piece's first placeholder in the prompt's ids, and the number of its placeholders.
 
-    Args:
-        pieces: pictures in pieces.
-
-    Raises:
-        LockstepError: there are other ids between the placeholders of a piece. vLLM would replace these ids by a part
-            of the piece.
+    Other ids between them are refused: vLLM would replace these by a part of the piece.
     """
     places = [(int(own[0]), len(own)) for own in pieces.places_of_each]
     if any(own[-1] - own[0] >= len(own) for own in pieces.places_of_each):
@@ -398,9 +350,7 @@ def holds_no_pictures(worker: Any) -> bool:
 
 
 def picture_cache_bytes(model_config: Any) -> int:
-    """Bytes of the cache in which vLLM's engine keeps the tensors of pictures by their digest; 0: there is no such
-    cache.
-    """
+    """Bytes of the cache in which vLLM keeps the tensors of pictures by their digest; 0: there is no such cache."""
     found = model_config.multimodal_config
     # With vLLM's other kinds of cache, a request cannot name a picture by its digest alone.
     return (
@@ -413,8 +363,7 @@ def picture_cache_bytes(model_config: Any) -> int:
 class PictureRecorder:
     """Records the digest of the tensors of every picture that a worker encodes.
 
-    Args:
-        batch: vLLM's method that returns the keys and the tensors of the pictures that the next step encodes.
+    `batch` is vLLM's method that returns the keys and the tensors of the pictures that the next step encodes.
     """
 
     def __init__(self, batch: Callable[..., Any]) -> None:
@@ -436,10 +385,7 @@ class PictureRecorder:
 
 
 def _piece_in(tensors: Mapping[str, Any]) -> Picture | None:
-    """The piece of a picture that has these tensors.
-
-    None: another program has made the tensors, or a tile is padded.
-    """
+    """The piece of a picture that has these tensors; None: another program has made them, or a tile is padded."""
     found: dict[str, torch.Tensor] = {
         name: t.cpu().contiguous() for name, t in tensors.items() if hasattr(t, "cpu")
     }
@@ -456,10 +402,7 @@ def _piece_in(tensors: Mapping[str, Any]) -> Picture | None:
 
 
 def record_pictures(worker: Any) -> None:
-    """Install a recorder in a vLLM worker, if there is none yet.
-
-    The two model runners of vLLM prepare pictures in different
-    methods."""
+    """Install a recorder in a worker, if there is none. vLLM's model runners prepare pictures in different methods."""
     runner = worker.model_runner
     if hasattr(runner, "lockstep_pictures"):
         return

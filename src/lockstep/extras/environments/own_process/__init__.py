@@ -1,4 +1,1 @@
-"""Programs that run in processes beside the trainer, with any Python.
-
-Each imports one other library, and nothing of Lockstep.
-"""
+"""Programs of processes beside the trainer, with any Python: each imports one other library and nothing of ours."""

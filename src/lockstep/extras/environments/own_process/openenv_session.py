@@ -13,24 +13,16 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.progress import waiting
-
 try:
     from openenv.core import GenericEnvClient
 except ImportError as error:
     raise ImportError(
         f"{sys.executable} cannot import openenv ({error}): run pip install openenv there, or name another "
-        f"Python with python="
+        "Python with python="
     ) from error
 
-_TYPES: dict[str, type] = {
-    "string": str,
-    "integer": int,
-    "number": float,
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-}
+_TYPES: dict[str, type] = {"string": str, "integer": int, "number": float, "boolean": bool}
+_TYPES |= {"array": list, "object": dict}
 # Fields that OpenEnv itself adds to actions and observations.
 _OPENENV_FIELDS = ("metadata", "done", "reward")
 _TIMEOUT = 30.0
@@ -66,13 +58,11 @@ class _Session:
         self._done = bool(result.done)
         self._reward_sum += float(result.reward or 0.0)
         if self._shown is None:
-            return json.dumps(
-                {k: v for k, v in result.observation.items() if k not in _OPENENV_FIELDS}, ensure_ascii=False
-            )
+            own = {k: v for k, v in result.observation.items() if k not in _OPENENV_FIELDS}
+            return json.dumps(own, ensure_ascii=False)
         if self._shown not in result.observation:
-            raise ValueError(
-                f"the observation has no field {self._shown!r}; it has {', '.join(result.observation)}"
-            )
+            known = ", ".join(result.observation)
+            raise ValueError(f"the observation has no field {self._shown!r}; it has {known}")
         return str(result.observation[self._shown])
 
 
@@ -82,10 +72,7 @@ def make_session(
     """The session, as an object of a class whose methods fit the server's actions."""
     try:
         url = f"{base_url.rstrip('/')}/schema"
-        with (
-            waiting(f"the OpenEnv server at {base_url}", _TIMEOUT),
-            urllib.request.urlopen(url, timeout=_TIMEOUT) as response,
-        ):
+        with urllib.request.urlopen(url, timeout=_TIMEOUT) as response:
             found = response.read(_LARGEST + 1)
             if len(found) > _LARGEST:
                 raise ValueError(f"it sent more than {_LARGEST >> 20} MiB")
@@ -95,11 +82,10 @@ def make_session(
     fields = {key: value for key, value in action.get("properties", {}).items() if key not in _OPENENV_FIELDS}
     if answer is not None and answer not in fields:
         raise ValueError(f"an action has no field {answer!r}; it has {', '.join(fields) or 'none'}")
-    methods = (
-        {"next_user_message": _next_user_message(answer)}
-        if answer is not None
-        else {"step": _step_tool(action, fields)}
-    )
+    if answer is not None:
+        methods = {"next_user_message": _next_user_message(answer)}
+    else:
+        methods = {"step": _step_tool(action, fields)}
     session_class: type[_Session] = type(name, (_Session,), methods)
     return session_class(base_url, shown, columns)
 
@@ -122,9 +108,8 @@ def _step_tool(action: dict[str, Any], fields: dict[str, Any]) -> Any:
     lines = [(action.get("description") or "Take an action.").split("\n")[0], "", "Args:"]
     for name, schema in fields.items():
         default = inspect.Parameter.empty if name in required else schema.get("default")
-        parameters.append(
-            inspect.Parameter(name, keyword, default=default, annotation=_TYPES.get(schema.get("type"), str))
-        )
+        kind = _TYPES.get(schema.get("type"), str)
+        parameters.append(inspect.Parameter(name, keyword, default=default, annotation=kind))
         lines.append(f"    {name}: {schema.get('description') or schema.get('title') or name}")
     step.__signature__ = inspect.Signature(parameters, return_annotation=str)  # type: ignore[attr-defined]
     step.__doc__ = "\n".join(lines)

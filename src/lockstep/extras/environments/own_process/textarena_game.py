@@ -12,7 +12,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"{sys.executable} cannot import textarena ({error}): run pip install textarena there, or name "
-        f"another Python with python="
+        "another Python with python="
     ) from error
 
 
@@ -22,8 +22,7 @@ class _Game:
             game = textarena.make(name, **options)
         except ValueError as error:
             raise ValueError(f"textarena has no game {name!r} ({error})") from error
-        # The wrappers repeat the whole game in every observation. They are removed, because the conversation already
-        # contains it.
+        # The wrappers repeat the whole game in every observation, and the conversation already contains it.
         while isinstance(game, textarena.Wrapper):
             game = game.env
         self._name, self._game, self._unfinished, self._done = name, game, unfinished, False
@@ -57,8 +56,6 @@ class _Game:
 
 
 def make_game(name: str, unfinished: float, options: dict[str, Any]) -> _Game:
-    """The game, as an object of a class with the game's name, because rewards are logged under the name of the
-    class.
-    """
+    """The game, as an object of a class with its name, under which rewards are logged."""
     game_class: type[_Game] = type(name, (_Game,), {})
     return game_class(name, unfinished, options)

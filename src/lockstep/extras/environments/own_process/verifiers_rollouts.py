@@ -45,8 +45,7 @@ def _load_environment(name: str, arguments: dict[str, Any]) -> Any:
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"{sys.executable} has no verifiers with load_environment ({error}): run pip install "
-            f"'verifiers<0.2' there, or name "
-            "another Python with python="
+            "'verifiers<0.2' there, or name another Python with python="
         ) from error
     path, colon, function = name.rpartition(":")
     if not colon:
@@ -72,11 +71,10 @@ async def _answer_all(environment: Any, requests: Any, send: Any) -> None:
 
 async def _answer(environment: Any, request: dict[str, Any], send: Any) -> None:
     try:
-        result = (
-            _rows(environment, **request["rows"])
-            if "rows" in request
-            else await _reward(environment, **request["rollout"])
-        )
+        if "rows" in request:
+            result: Any = _rows(environment, **request["rows"])
+        else:
+            result = await _reward(environment, **request["rollout"])
         send({"number": request["number"], "result": result})
     except BaseException as error:  # noqa: BLE001 - the other side raises it
         send({"number": request["number"], "error": f"{type(error).__name__}: {error}"})

@@ -1,30 +1,25 @@
-"""Pushes of an adapter alone to vLLM in the trainer's process, and to its workers.
+"""Pushes of an adapter alone to vLLM beside the trainer, whose model is in this process or in worker processes.
 
-Pushes of an adapter alone to vLLM in the trainer's process. The engine holds one adapter at a time, because no
-request runs during a push.
-
-The calls by which a transport sends an adapter to the workers of one engine. The engine's own weights do not change.
-
-It works for servers and for worker processes beside the trainer.
+The engine holds one adapter at a time, because no request runs during a push.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from lockstep.contract.adapters import AdapterLimits
 from lockstep.contract.tensors import LoadedWeights
-from lockstep.engines.servers.messages import agreed_answers
-from lockstep.errors import InputError
+from lockstep.engines.servers.messages import agreed_answers, one_acknowledgement
+from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.engines.vllm.start import WorkerProcesses, of_all
+from lockstep.weights.wire.transport import WeightTransport
 
 if TYPE_CHECKING:
-    from vllm import LLM
     from vllm.lora.request import LoRARequest
 
 
@@ -40,7 +35,7 @@ class WorkerCalls(Protocol):
 
 
 class AdapterCalls:
-    """A `WeightReceiverCalls` whose tensors are those of an adapter.
+    """A `WeightReceiverCalls` whose tensors are those of an adapter. The engine's own weights do not change.
 
     Args:
         receiver: the workers that receive the adapter.
@@ -70,68 +65,25 @@ class AdapterCalls:
         return self._receiver.workers(method, *args)
 
 
-def one_acknowledgement(found: Sequence[LoadedWeights]) -> LoadedWeights:
-    """The acknowledgements of several workers or servers as one."""
-    first, *others = found
-    return replace(first, others=tuple(others))
-
-
-# The values that vLLM accepts as the largest rank of an adapter (`max_lora_rank`).
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-
-
-def adapter_arguments(rank: int, layers: Collection[str]) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for one adapter.
-
-    Args:
-        rank: largest rank of the adapter's layers.
-        layers: names of the adapted layers. vLLM puts a LoRA layer around these only, because each LoRA layer costs
-            time.
-
-    Raises:
-        InputError: the rank is larger than vLLM supports.
-    """
-    if rank > RANKS[-1]:
-        raise InputError(
-            f"the adapter has rank {rank}, and vLLM's LoRA supports at most {RANKS[-1]}: lower lora_r, or "
-            f"leave vllm_enable_lora "
-            "out; then merged weights are sent"
-        )
-    return {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_cpu_loras": 1,
-        "max_lora_rank": next(size for size in RANKS if size >= rank),
-        "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
-    }
-
-
 def adapter_name(version: int, push_number: int) -> str:
     """A new name for every push. vLLM's prefix cache distinguishes adapters by name and path, not by id."""
     return f"{version}.{push_number}"
 
 
 class AdaptersInProcess:
-    """The adapters of `VLLMInProcess`.
+    """The adapters of `VLLMInProcess` (an `AdapterReceiver`).
 
-    Args:
-        llm: vLLM's engine.
-        call: calls a function with every worker as its first argument.
-        workers: the workers (`engines/vllm/`).
-        close_requests: called at the beginning of a push; the engine must then refuse requests.
-        open_requests: called with the weight version at the end of a push; the engine may then answer requests again.
+    Attributes:
+        request: vLLM's description of the committed adapter, which every request carries; None: none is committed.
     """
 
-    def __init__(
-        self, llm: LLM, call: Callable[..., list[Any]], workers: Any, close_requests: Any, open_requests: Any
-    ) -> None:
-        self._llm, self._call, self._workers = llm, call, workers
-        self._close_requests, self._open_requests = close_requests, open_requests
-        call(_prepare)
+    def __init__(self, engine: VLLMInProcess) -> None:
+        self._engine, self._call = engine, engine.call
+        self._call(_prepare)
         self._pushes = 0
         self._coming: LoRARequest | None = None
-        # vLLM's description of the committed adapter, which every request carries; None: no adapter is committed.
         self.request: LoRARequest | None = None
+        self._sender = _Sender(engine.workers) if isinstance(engine.workers, WorkerProcesses) else None
 
     @property
     def limits(self) -> AdapterLimits | None:
@@ -162,7 +114,7 @@ class AdaptersInProcess:
     def begin(self) -> None:
         from lockstep.engines.vllm.port.lora import drop_adapters
 
-        self._close_requests()
+        self._engine.prepare_push()
         names = [r.lora_name for r in (self.request, self._coming) if r is not None]
         self.request = self._coming = None
         self._call(drop_adapters, names)
@@ -170,13 +122,16 @@ class AdaptersInProcess:
     def load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
         from vllm.lora.request import LoRARequest
 
-        from lockstep.engines.vllm.port.lora import PATH
+        from lockstep.engines.vllm.port.lora import PATH, keep_adapter
 
         self._pushes += 1
         name = adapter_name(version, self._pushes)
-        arrived = self._workers.keep_adapter(name, tensors)
+        if self._sender is None:
+            (arrived,) = self._call(keep_adapter, name, tensors)
+        else:
+            arrived = self._sender.send(name, tensors)
         self._coming = LoRARequest(name, self._pushes, PATH + name)
-        self._llm.llm_engine.add_lora(self._coming)
+        self._engine.llm.llm_engine.add_lora(self._coming)
         return arrived
 
     def read_back(self) -> LoadedWeights:
@@ -187,7 +142,7 @@ class AdaptersInProcess:
 
     def commit(self, version: int) -> None:
         self.request, self._coming = self._coming, None
-        self._open_requests(version)
+        self._engine.commit_version(version)
 
     def probe(self, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
         from lockstep.engines.vllm.port.lora import probe_adapter
@@ -195,6 +150,30 @@ class AdaptersInProcess:
         assert self.name is not None
         answers = self._call(probe_adapter, self.name, tuple(layers), seed)
         return agreed_answers(answers, "vLLM in this process", torch.equal)
+
+    def close(self) -> None:
+        """Release the transport of adapters."""
+        if self._sender is not None:
+            self._sender.close()
+
+
+class _Sender:
+    """Sends adapters to worker processes, over a transport of its own that it makes for the first adapter."""
+
+    def __init__(self, workers: WorkerProcesses) -> None:
+        self._workers, self._calls = workers, AdapterCalls(workers)
+        self._transport: WeightTransport | None = None
+
+    def send(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+        if self._transport is None:
+            self._transport = self._workers.choose([self._workers])
+        self._calls.begin(name)
+        self._workers.send(self._transport, tensors, self._calls)
+        return of_all(self._calls.arrived)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
 
 
 def _prepare(worker: Any) -> None:

@@ -1,6 +1,4 @@
-"""Pushes of an adapter alone to vLLM's servers.
-
-Several runs may share a server, and the server answers requests during a push.
+"""Pushes of an adapter alone to vLLM's servers, which several runs may share and which answer requests during a push.
 
 The bytes go through the same transport as pushes of whole weights, into the memory of the workers. vLLM's own
 endpoints then load the adapter, and later unload it. The adapter of each push has a new name: the run, this trainer's
@@ -16,20 +14,20 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from lockstep.contract.adapters import AdapterLimits
+from lockstep.contract.adapters import AdapterLimits, UsedAdapter
 from lockstep.contract.probe import decode_floats
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.servers.calls import ServerCalls
-from lockstep.engines.servers.messages import agreed_answers, loaded_from
-from lockstep.engines.servers.set import ServerSet
-from lockstep.engines.vllm.adapters import AdapterCalls, one_acknowledgement
-from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
+from lockstep.engines.servers.messages import agreed_answers, loaded_from, one_acknowledgement
+from lockstep.engines.servers.server import VLLMServer
+from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.extras.lora_alone.engine_adapters import AdapterCalls
 from lockstep.progress import waiting
 from lockstep.weights.wire.transport import WeightTransport
 
@@ -41,64 +39,18 @@ _JOIN = "/"
 _RESERVE_EVERY = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class UsedAdapter:
-    """The adapter of a request.
-
-    Attributes:
-        stamp: vLLM's stamp of the base model with which the adapter was proven.
-    """
-
-    name: str
-    version: int
-    stamp: str
-
-    @property
-    def versions(self) -> dict[str, int]:
-        """The weight version of each stamp that the request's tokens may have."""
-        return {self.stamp: self.version}
-
-
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """The parts of `VLLMServer` that its adapters use.
-
-    Attributes:
-        servers: the servers.
-        lost: makes the error for servers that did not answer.
-        timeout: seconds that a call or a wait may take.
-        close_requests: makes the engine refuse requests.
-        open_requests: makes the engine accept requests again, for this weight version.
-    """
-
-    servers: ServerSet
-    lost: Callable[[str], EngineLost]
-    timeout: float
-    close_requests: Callable[[], None]
-    open_requests: Callable[[int], None]
-
-
 class ServerAdapters:
     """The adapters of one trainer on its servers.
 
     Args:
-        engine: the servers, and what the engine does for its adapters.
-        transport: makes the transport that sends the adapters.
         run: distinguishes this run from other runs on the same servers, and stays the same when the run is resumed.
-        session: distinguishes this trainer from an earlier one of the same run.
     """
 
-    def __init__(
-        self,
-        engine: EngineParts,
-        transport: Callable[[Sequence[ServerCalls]], WeightTransport],
-        run: str,
-        session: str,
-    ) -> None:
-        self._engine, self._servers, self._make_transport = engine, engine.servers, transport
+    def __init__(self, engine: VLLMServer, run: str) -> None:
+        self._engine, self._servers = engine, engine.servers
         self._transport: WeightTransport | None = None
         self._adapter_calls = [AdapterCalls(server) for server in engine.servers.all]
-        self._run, self._session = run or session, session
+        self._run, self._session = run or engine.session, engine.session
         self._pushes, self._coming = 0, ""
         self._lock = threading.Lock()
         self._used: UsedAdapter | None = None
@@ -127,10 +79,7 @@ class ServerAdapters:
 
     @contextmanager
     def used(self) -> Iterator[UsedAdapter | None]:
-        """The adapter that one request uses; None: it uses none.
-
-        The servers keep the adapter at least until the context ends.
-        """
+        """The adapter that one request uses (None: none), which the servers keep at least until the context ends."""
         with self._lock:
             used = self._used
             if used is not None:
@@ -210,7 +159,7 @@ class ServerAdapters:
     # ---- adapter ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self._engine.close_requests()
+        self._engine.refuse_requests()
         self.use_none()
         with self._lock:
             kept = {name for name, count in self.running.items() if count > 0}
@@ -225,7 +174,7 @@ class ServerAdapters:
         self._pushes += 1
         name = self._coming = _JOIN.join((self._run, self._session, f"{version}.{self._pushes}"))
         if self._transport is None:
-            self._transport = self._make_transport(self._servers.all)
+            self._transport = self._engine.choose(self._servers.all)
         for calls in self._adapter_calls:
             calls.begin(name)
         try:
@@ -287,17 +236,12 @@ class ServerAdapters:
                     own = sum(name.startswith(self._run + _JOIN) for name in state["names"])
                     raise InputError(
                         f"the server{_at_url(self._servers.name_of(number))} holds {len(state['names'])} "
-                        f"adapters ({own} of this "
-                        "run) and has no room for another one: start it with a larger --max_cpu_loras, or end "
-                        "the other runs"
+                        f"adapters ({own} of this run) and has no room for another one: start it with a "
+                        "larger --max_cpu_loras, or end the other runs"
                     )
 
     def check_whole_push_allowed(self) -> None:
-        """Check that whole weights may be pushed. vLLM drops all adapters when it loads whole weights.
-
-        Raises:
-            InputError: a server holds adapters of other runs.
-        """
+        """Check that whole weights may be pushed. vLLM drops all adapters when it loads whole weights."""
         for server in self._servers.all:
             names = server.workers("lockstep_adapters")[0]["names"] if server.takes_adapters else []
             if any(not name.startswith(self._run + _JOIN) for name in names):
@@ -337,9 +281,7 @@ class ServerAdapters:
         self._adapter_calls = [AdapterCalls(server) for server in self._servers.all]
 
     def name_as(self, other: ServerAdapters) -> None:
-        """Give the next push the name of another engine's last one, so that its requests find their adapter on these
-        servers.
-        """
+        """Give the next push the name of another engine's last one: its requests then find their adapter here."""
         self._session, self._pushes = other._session, other._pushes - 1
 
     def close(self) -> None:
