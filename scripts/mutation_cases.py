@@ -2239,14 +2239,12 @@ MUTATIONS = [
         "                    pass",
         CALLED,
     ),
+    Mutation("what a function changed stays", "        kind.put_back(before)", "        pass", CALLED),
     Mutation(
-        "gradients that stay off", "            torch.set_grad_enabled(gradients)", "            pass", CALLED
-    ),
-    Mutation(
-        "a default dtype that stays changed",
-        "            torch.set_default_dtype(dtype)",
-        "            pass",
-        CALLED,
+        "an endless call that the run waits for",
+        "            if awaited and attempts == _LAST:",
+        "            if False:",
+        "tests/rollouts/test_process_as_before.py",
     ),
     Mutation(
         "scores beyond float32",
@@ -4035,7 +4033,7 @@ MUTATIONS = [
     ),
     Mutation(
         "data: a name is no pattern",
-        "glob.escape(str(file))",
+        "glob.escape(str(file.absolute()))",
         "str(file)",
         "tests/tasks/test_tasks.py::test_a_name_of_data_is_no_pattern",
     ),

@@ -17,15 +17,19 @@ import concurrent.futures
 import ctypes
 import functools
 import inspect
+import locale
 import logging
+import math
 import os
 import signal
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -36,9 +40,11 @@ _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Seconds between two attempts to end a function that ignores the first one, and the number of attempts after which it
-# is said.
-_AGAIN, _ATTEMPTS = 1.0, 10
+# Seconds between two attempts to end a function that ignores the first one; the number of attempts after which it is
+# said, and after which the run ends.
+_AGAIN, _ATTEMPTS, _LAST = 1.0, 10, 30
+# The exit code of a run that a function of the user's has ended.
+_USERS_FAULT = 2
 # Seconds within which a thread that executes Python code raises an exception that was set in it.
 _DELIVERED = 0.1
 # Ends a call that blocks, in the main thread. Hardly any program uses it.
@@ -60,7 +66,7 @@ class _TooLate(BaseException):
 
 
 def call_within(seconds: float, what: str, call: Callable[[], T]) -> T:
-    """The result of a call of a reward function or a judge. What it has changed in PyTorch is restored.
+    """The result of a call of a reward function or a judge. What it has changed of the process is put back.
 
     Args:
         seconds: the time limit, as in `ended_within`.
@@ -70,24 +76,26 @@ def call_within(seconds: float, what: str, call: Callable[[], T]) -> T:
         TooSlow: the call took longer.
     """
     try:
-        with waiting(what, seconds), torch_as_before(what):
+        with waiting(what, seconds), process_as_before(what):
             return ended_within(seconds, what, call)
     except OutOfTime as error:
         raise TooSlow(f"{what} took longer than {seconds:g} s (reward_timeout)") from error
 
 
-def ended_within(seconds: float, what: str, call: Callable[[], T]) -> T:
+def ended_within(seconds: float, what: str, call: Callable[[], T], *, awaited: bool = True) -> T:
     """The result of a call.
 
     Args:
-        seconds: the time limit. In the main thread it ends everything but C code that never returns to Python, and
-            says so after some seconds; in another thread it ends Python code, but no call that blocks.
+        seconds: the time limit. In the main thread it ends Python code and calls that block; in another thread it ends
+            Python code, but no call that blocks.
         what: what is called, for messages.
+        awaited: whether the run can only wait for a call that cannot be ended. Then the process ends, half a minute
+            after the limit, because neither the run nor the call would.
 
     Raises:
         OutOfTime: the call took longer.
     """
-    with _limit(seconds, what) as is_late:
+    with _limit(seconds, what, awaited) as is_late:
         try:
             return call()
         except _TooLate:
@@ -105,7 +113,7 @@ def uses_signal(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def _limit(seconds: float, what: str) -> Iterator[threading.Event]:
+def _limit(seconds: float, what: str, awaited: bool) -> Iterator[threading.Event]:
     """Raise `_TooLate` in this thread after the time, and again every second, until the block ends."""
     thread, ended, lock = threading.get_ident(), threading.Event(), threading.Lock()
     raised, over = threading.Event(), [False]
@@ -119,12 +127,13 @@ def _limit(seconds: float, what: str) -> Iterator[threading.Event]:
         wait, attempts = seconds, 0
         while not ended.wait(wait):
             wait, attempts = _AGAIN, attempts + 1
-            if number is not None and attempts == _ATTEMPTS:
+            if awaited and attempts == _ATTEMPTS:
+                rest = (_LAST - _ATTEMPTS) * _AGAIN
                 _logger.warning(
-                    f"{what} took longer than {seconds:g} s and cannot be ended: it is in code that returns "
-                    f"to Python for no "
-                    "signal. The run waits for it"
+                    f"{_endless(what, seconds)}. If it does not return within {rest:g} s, the run ends"
                 )
+            if awaited and attempts == _LAST:
+                _end_process(_endless(what, seconds))
             with lock:
                 if ended.is_set():
                     return
@@ -158,6 +167,20 @@ def _limit(seconds: float, what: str) -> Iterator[threading.Event]:
         watcher.join()
         if number is not None:
             signal.signal(number, before if before is not None else signal.SIG_DFL)
+
+
+def _endless(what: str, seconds: float) -> str:
+    why = "it catches every exception, or is in code that does not return to Python"
+    return f"{what} took longer than {seconds:g} s and cannot be ended: {why}"
+
+
+def _end_process(why: str) -> None:
+    """End this process at once: the thread that could end it otherwise is in a call that does not end."""
+    _logger.error(f"{why}. The run ends here; its checkpoints stay")
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(_USERS_FAULT)
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
@@ -194,25 +217,178 @@ def _take_what_was_raised(thread: int) -> None:
         return
 
 
+class _Kind(NamedTuple):
+    """Something of a process or a thread that a user's function can change.
+
+    Attributes:
+        name: what it is, for the line.
+        read: its value; None if it has none.
+        put_back: sets the value again; None: it is only told, because what the function needs later may depend on it.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    put_back: Callable[[Any], object] | None
+
+
+# The module's own function without the search in an enum, which takes 2 µs.
+_handler_of: Callable[[int], Any] = getattr(signal, "_signal", signal).getsignal
+_WATCHED = [
+    int(getattr(signal, name))
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGCHLD")
+    if hasattr(signal, name)
+]
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def _go_to(folder: str | None) -> None:
+    if folder is not None:
+        os.chdir(folder)
+
+
+def _locale() -> str:
+    return locale.setlocale(locale.LC_ALL)
+
+
+def _set_locale(name: str) -> None:
+    locale.setlocale(locale.LC_ALL, name)
+
+
+def _device() -> Any:
+    # `torch.get_default_device` makes a tensor to see it: 3 µs.
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+def _handlers() -> tuple[Any, ...]:
+    return tuple([_handler_of(number) for number in _WATCHED])
+
+
+def _handle(handlers: tuple[Any, ...]) -> None:
+    for number, handler in zip(_WATCHED, handlers, strict=True):
+        # None: code that is not Python's has set the handler.
+        if handler is not None and _handler_of(number) is not handler:
+            signal.signal(number, handler)
+
+
+def _has_alarm() -> bool:
+    return signal.getitimer(signal.ITIMER_REAL)[0] > 0
+
+
+def _streams() -> tuple[Any, Any]:
+    return sys.stdout, sys.stderr
+
+
+def _print_to(streams: tuple[Any, Any]) -> None:
+    sys.stdout, sys.stderr = streams
+
+
+def _variables() -> dict[Any, Any]:
+    # A copy by the public way decodes every name: 20 µs.
+    return dict(vars(os.environ)["_data"])
+
+
+# What belongs to the thread of a call, or what only the main thread changes safely.
+_OF_THREAD = (
+    _Kind("torch's gradients (set_grad_enabled)", torch.is_grad_enabled, torch.set_grad_enabled),
+    _Kind("torch's default dtype (set_default_dtype)", torch.get_default_dtype, torch.set_default_dtype),
+    _Kind("torch's default device (set_default_device)", _device, torch.set_default_device),
+)
+_OF_MAIN_THREAD = (
+    *_OF_THREAD,
+    # Before the handlers: an alarm without its handler would end the process.
+    _Kind("the alarm (signal.alarm)", _has_alarm, lambda on: on or signal.setitimer(signal.ITIMER_REAL, 0)),
+    _Kind("handlers of signals (signal.signal)", _handlers, _handle),
+    _Kind("sys.stdout or sys.stderr", _streams, _print_to),
+    _Kind("environment variables (os.environ)", _variables, None),
+)
+# What all threads share, and functions in any thread change.
+_SHARED = (
+    _Kind("the working directory (os.chdir)", _folder, _go_to),
+    _Kind("the locale (locale.setlocale)", _locale, _set_locale),
+)
+# The calls that are under way, with the time until which each may run, and the process before the first of them.
+_calls: dict[object, float] = {}
+_before: list[Any] = []
+_calling = threading.Lock()
+
+
 @contextmanager
-def torch_as_before(function: str) -> Iterator[None]:
-    """Restore PyTorch's gradient switch and default dtype after the block, and say what the function had changed."""
-    gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+def process_as_before(function: str) -> Iterator[None]:
+    """After the block, this thread and the process are as before. What the function has changed is said, once.
+
+    Args:
+        function: what is called, for the line.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    kinds = _OF_MAIN_THREAD if is_main else _OF_THREAD
+    before = [kind.read() for kind in kinds]
+    try:
+        with folder_as_before(function):
+            yield
+    finally:
+        for kind, value in zip(kinds, before, strict=True):
+            _put_back(function, kind, value)
+
+
+@contextmanager
+def folder_as_before(function: str, limit: float = math.inf) -> Iterator[None]:
+    """After the block, working directory and locale are as before.
+
+    Where calls of several threads overlap, both are put back when the last of them ends: a call that still runs may
+    need what it has set.
+
+    Args:
+        limit: seconds after which the other calls do not wait for this one.
+    """
+    call = object()
+    with _calling:
+        if not _are_running():
+            _before[:] = [kind.read() for kind in _SHARED]
+        _calls[call] = time.monotonic() + limit
     try:
         yield
     finally:
-        if torch.is_grad_enabled() != gradients:
-            torch.set_grad_enabled(gradients)
-            _say(function, "torch's gradients (set_grad_enabled)")
-        if torch.get_default_dtype() != dtype:
-            torch.set_default_dtype(dtype)
-            _say(function, "torch's default dtype (set_default_dtype)")
+        with _calling:
+            is_awaited = _calls.pop(call, 0.0) > time.monotonic()
+            if is_awaited and not _are_running():
+                for kind, value in zip(_SHARED, _before, strict=True):
+                    _put_back(function, kind, value)
 
 
-def _say(function: str, what: str) -> None:
+def _are_running() -> bool:
+    now = time.monotonic()
+    for call in [call for call, end in _calls.items() if end <= now]:
+        del _calls[call]
+    return bool(_calls)
+
+
+def _put_back(function: str, kind: _Kind, before: Any) -> None:
+    now = kind.read()
+    if now == before:
+        return
+    if kind.put_back is None:
+        _say(function, kind.name, "which stay so")
+        return
+    try:
+        kind.put_back(before)
+    except (OSError, ValueError, locale.Error) as error:
+        _say(function, kind.name, f"which cannot be put back ({type(error).__name__}: {error})")
+    else:
+        _say(function, kind.name, "it is as before again")
+
+
+def _say(function: str, what: str, now: str) -> None:
     if (function, what) not in _SAID:
         _SAID.add((function, what))
-        _logger.warning(f"{function} changed {what} for the whole process; it is as before again")
+        joint = ";" if now.startswith("it") else ","
+        _logger.warning(f"{function} changed {what} for the whole process{joint} {now}")
 
 
 R = TypeVar("R")

@@ -130,6 +130,17 @@ CONFIGS = [
     Row("a group that is a fraction", {"num_generations": 2.5}, "num_generations"),
     Row("NaN", {"learning_rate": float("nan")}, "learning_rate"),
     Row("kwargs that are a list", {"model_init_kwargs": [1]}, "model_init_kwargs"),
+    Row("half a character", {"output_dir": "run\udcff"}, "output_dir .*holds a character that is not text"),
+    Row(
+        "a generation that no machine holds",
+        {"num_generations": 10**8, "per_device_train_batch_size": 10**8},
+        "a generation has 100,000,000 completions",
+    ),
+    Row(
+        "completions that leave no room",
+        {"max_completion_length": 512},
+        "512 tokens leave no room for a prompt.* lower max_completion_length",
+    ),
     Row("a seed that is text", {"seed": "x"}, "seed"),
 ]
 CONNECTIONS = [
@@ -181,6 +192,30 @@ def test_a_bad_connection_is_one_error(row: Row, monkeypatch: pytest.MonkeyPatch
 
 def test_a_judge_that_is_none_is_one_error(untied_dir: str, tmp_path: Path) -> None:
     refused(lambda: OnlineDPOTrainer(untied_dir, judge="gpt", train_dataset=DATA), "judge")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        DATA.with_format("arrow"),
+        DATA.with_format("pandas"),
+        DATA.add_column("answer", ["1"] * 8).with_format("numpy", columns=["answer"]),
+        DATA.to_iterable_dataset().with_format("arrow"),
+    ],
+    ids=["arrow", "pandas", "hidden columns", "a stream of tables"],
+)
+def test_rows_are_read_whatever_format_a_dataset_has(make: Callable[..., GRPOTrainer], data: Any) -> None:
+    trainer = make(train_dataset=data, eval_dataset=data)
+    assert [prompt.source for prompt in trainer._train_prompts][:1] == ["p0"]
+    trainer.close()
+
+
+def test_a_process_whose_new_tensors_have_64_bits_is_one_error(make: Callable[..., GRPOTrainer]) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        refused(make, "default dtype is float64")
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.learn.methods.grpo import GRPOConfig
 from lockstep.run.data.rehearsal import rehearse_functions
+from lockstep.tasks.rewards import accuracy, exact_match
 
 NOWHERE = "/no/such/model"
 ENGINE: Any = None
@@ -167,3 +169,28 @@ def test_what_is_said_in_a_rehearsal_is_not_logged(untied_dir: str, tmp_path: Pa
     assert told == [0.0]
     run.train()
     assert [log["told"] for log in run.state.log_history if "loss" in log] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "said"),
+    [
+        (exact_match, {"answer": [None] * 8}, "8 of 8 rows of the train dataset .*'answer': 8 with null"),
+        (
+            exact_match,
+            {"answer": ["1", "", " ", None] * 2},
+            "6 of 8 .* 2 with null.* and 4 with an empty text",
+        ),
+        (accuracy, {"solution": [None] * 8, "answer": ["1"] * 8}, "8 of 8 .*'solution'"),
+        (exact_match, {"answer": ["1"] * 8}, ""),
+        (lambda completions, **_: [1.0] * len(completions), {"answer": [None] * 8}, ""),
+    ],
+)
+def test_rows_without_an_answer_for_a_built_in_function_are_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], function: Any, columns: Any, said: str
+) -> None:
+    data = Dataset.from_dict({"prompt": [f"p{i}" for i in range(8)], **columns})
+    with pytest.raises(InputError, match="/no/such/model does not exist"):
+        make("GRPO", NOWHERE, tmp_path, ENGINE, FIELDS["GRPO"], reward_funcs=function, train_dataset=data)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "have no answer" in line]
+    assert len(lines) == bool(said)
+    assert re.search(said, "".join(lines))

@@ -257,6 +257,13 @@ def test_a_name_of_data_is_no_pattern(tmp_path: Path, suffix: str) -> None:
         assert load(str(path)).train["prompt"][:] == [name]
 
 
+def test_a_working_directory_is_no_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := tmp_path / "runs[1]").mkdir()
+    (folder / "rows[1].jsonl").write_text('{"prompt": "here"}\n', encoding="utf-8")
+    monkeypatch.chdir(folder)
+    assert load("rows[1].jsonl").train["prompt"][:] == ["here"]
+
+
 def test_data_behind_two_colons_is_refused_and_not_read_from_another_place(tmp_path: Path) -> None:
     for name in ("e", "d"):
         Dataset.from_dict({"prompt": [name]}).save_to_disk(tmp_path / name)

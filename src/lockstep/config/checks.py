@@ -58,6 +58,7 @@ def check_fields(config: Any, *, again: bool = False) -> None:
     kinds: Any = type(config)
     check_types(config)
     for field in fields(config):
+        _check_text(field.name, getattr(config, field.name, None))
         for value in _numbers(getattr(config, field.name, None)):
             check_number(kinds, field.name, value, quiet=again)
     for name in config._VALID_DICT_FIELDS:
@@ -143,6 +144,14 @@ def _is_of(value: Any, kinds: frozenset[str]) -> bool:
             return name in kinds or type(value).__name__ in kinds
     # An object of a library: what takes a mapping or more than plain values may take it.
     return not kinds <= {"bool", "int", "float", "str", "NoneType"}
+
+
+def _check_text(name: str, value: Any) -> None:
+    """Refuse half a character: no file of the run could hold it."""
+    try:
+        str(value).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{name} {value!r:.80} holds a character that is not text") from error
 
 
 def _check_list(name: str, value: Any, kind: Any, what: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, quoted
 from lockstep.rollouts.call_fits import not_callable_as
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.rewards import RewardLog, RewardRaised, check_finished
@@ -76,7 +76,7 @@ def judge_pairs(
         if isinstance(error, TypeError):
             called = "judge(prompts, completions, shuffle_order=…)"
             advice = not_callable_as(judge.judge, called, prompts, completions, shuffle_order=shuffle_order)
-        raise RewardRaised(f"judge {name} raised {type(error).__name__}: {error}{advice}") from error
+        raise RewardRaised(f"judge {name} raised {type(error).__name__}: {quoted(error)}{advice}") from error
     return _checked(name, answer, len(groups))
 
 

@@ -32,7 +32,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, quoted
 from lockstep.images.reading import with_opened_images
 from lockstep.models.resolve import resolve_model
 from lockstep.models.reward_model import RewardModel, load_reward_model
@@ -44,6 +44,7 @@ from lockstep.threads import (
     TooSlow,
     call_within,
     is_coroutine_function,
+    process_as_before,
     run_coroutine,
     unwrapped,
     uses_signal,
@@ -169,6 +170,8 @@ ProcessingClasses: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedToke
 
 # The first words are TRL's (CONTRIBUTING.md).
 _NO_SOURCE = "No reward source provided: give reward_funcs, or environments with a method get_reward"
+# A name in metrics and messages has at most so many characters.
+_LONGEST_NAME = 200
 # Standard deviations are computed in float32, whose squares of larger scores are infinite.
 _LARGEST = 1e15
 
@@ -180,7 +183,8 @@ class RewardRaised(InputError):
 def reward_name(function: RewardFunction) -> str:
     """Name of a reward function in metrics."""
     function = unwrapped(function)
-    return getattr(function, "__name__", None) or type(function).__name__
+    name = getattr(function, "__name__", None) or type(function).__name__
+    return str(name)[:_LONGEST_NAME]
 
 
 class Scorer(Protocol):
@@ -402,9 +406,11 @@ def call_functions(
     plain = {i: _call(f, arguments, timeout) for i, f in asked if not is_coroutine_function(f)}
     pending = {i: f for i, f in asked if i not in plain}
     called = ", ".join(reward_name(function) for function in pending.values())
-    answers = plain | (
-        run_coroutine(_call_all(pending, arguments, timeout), timeout, called) if pending else {}
-    )
+    answers = plain
+    if pending:
+        # Its thread is another one, and this thread waits for it.
+        with process_as_before(f"reward function {called}"):
+            answers |= run_coroutine(_call_all(pending, arguments, timeout), timeout, called)
     names = _unique([*(reward_name(function) for function in functions), *own])
     columns = {
         name: _checked(name, answers.get(i, []), len(finished))
@@ -538,7 +544,7 @@ def _raised(function: RewardFunction, error: BaseException, arguments: Mapping[s
         example = "def reward(completions, **kwargs)"
         advice = not_callable_by_name(function, arguments, "reward functions", example)
     return RewardRaised(
-        f"reward function {reward_name(function)} raised {type(error).__name__}: {error}{advice}"
+        f"reward function {reward_name(function)} raised {type(error).__name__}: {quoted(error)}{advice}"
     )
 
 

@@ -134,8 +134,9 @@ def _read_files(files: Sequence[Path], types: Sequence[str]) -> Dataset:
     if reader == "csv":
         return Dataset.from_dict(read_csv(files, column_types(types)))
     try:
-        # `datasets` reads a name of a file as a pattern.
-        found = load_dataset(reader, data_files=[glob.escape(str(file)) for file in files], split="train")
+        # `datasets` reads a name of a file as a pattern, and puts the working directory before it as it is.
+        escaped = [glob.escape(str(file.absolute())) for file in files]
+        found = load_dataset(reader, data_files=escaped, split="train")
     except DatasetsError as error:
         if reader != "json" or "timestamp" not in _reason(error):
             raise

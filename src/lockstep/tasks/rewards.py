@@ -19,7 +19,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import InputError, check_extra
+from lockstep.errors import InputError, check_extra, quoted
 from lockstep.private_caches import expanded
 from lockstep.tasks.files import NUMBER
 from lockstep.tasks.math_comparison import compare
@@ -42,6 +42,10 @@ def exact_match(completions: list[Any], answer: list[Any], **_: Any) -> list[flo
         None if right is None else float(_equals(text.strip(), right))
         for text, right in zip(texts(completions), answer, strict=True)
     ]
+
+
+# The columns with the right answers, of which a built-in function reads the first that the data has.
+exact_match.answer_columns = ("answer",)  # type: ignore[attr-defined]
 
 
 def _equals(text: str, right: Any) -> bool:
@@ -90,6 +94,9 @@ def accuracy(
         log_extra("gold_parsed", [pair.gold for pair in found])
         log_extra("answer_parsed", [pair.answer for pair in found])
     return [pair.score for pair in found]
+
+
+accuracy.answer_columns = ("solution", "answer")  # type: ignore[attr-defined]
 
 
 def format(completions: list[Any], **_: Any) -> list[float]:
@@ -258,7 +265,9 @@ def _from_file(path: Path, kind: str, modules: Modules | None) -> Any:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise InputError(f"{kind} file {path} cannot be run: {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"{kind} file {path} cannot be run: {type(error).__name__}: {quoted(error)}"
+        ) from error
     known[path.resolve()] = module
     return module
 
@@ -272,7 +281,7 @@ def _from_package(name: str, kind: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        why = f"{type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {quoted(error)}"
         raise InputError(f"{kind} module {name!r} cannot be imported: {why}") from error
 
 

@@ -352,7 +352,7 @@ class ToolCalls:
         try:
             with waiting(f"the call of {what}", self.timeout):
                 if is_coroutine:
-                    return await in_loop(lambda: function(**given), self.timeout)
+                    return await in_loop(lambda: function(**given), self.timeout, what)
                 if place is None:
                     return await in_thread(lambda: function(**given), self.timeout, what)
                 return await place.run(lambda: function(**given), self.timeout, what)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from lockstep.contract.inbox import Errands
 from lockstep.errors import LockstepError
-from lockstep.threads import USERS_LOOP, OutOfTime, ended_within, torch_as_before
+from lockstep.threads import USERS_LOOP, OutOfTime, ended_within, folder_as_before, process_as_before
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Here:
 
         def guarded() -> Any:
             self.in_main_thread = threading.current_thread() is threading.main_thread()
-            with torch_as_before(what):
+            with process_as_before(what):
                 return _limited(function, limit, what)
 
         return await asyncio.wrap_future(self.errands.ask(guarded))
@@ -88,7 +88,12 @@ class Worker:
 
         If a function cannot be ended, later ones run in another thread.
         """
-        begun, found = self._ask(lambda: _limited(function, limit, what))
+
+        def guarded() -> Any:
+            with folder_as_before(what, limit + _GRACE):
+                return _limited(function, limit, what, awaited=False)
+
+        begun, found = self._ask(guarded)
         await asyncio.wrap_future(begun)
         thread = self._thread
         try:
@@ -161,9 +166,9 @@ def _give(found: Future[Any], result: Any, error: BaseException | None) -> None:
             found.set_exception(error)
 
 
-def _limited(function: Callable[[], Any], limit: float, what: str) -> Any:
+def _limited(function: Callable[[], Any], limit: float, what: str, *, awaited: bool = True) -> Any:
     try:
-        return ended_within(limit, what, function)
+        return ended_within(limit, what, function, awaited=awaited)
     except OutOfTime as error:
         raise TookTooLong(f"no result within {limit:g} s") from error
     except BaseException as error:
@@ -173,14 +178,14 @@ def _limited(function: Callable[[], Any], limit: float, what: str) -> Any:
         raise Raised.of(error) from error
 
 
-async def in_loop(function: Callable[[], Awaitable[Any]], limit: float) -> Any:
+async def in_loop(function: Callable[[], Awaitable[Any]], limit: float, what: str) -> Any:
     """The result of `await function()`, in the loop of the user's coroutine functions. Raises as `Here.run`.
 
     It is not the loop that talks to the engine: a coroutine function that blocks it stops no sampling. If it is blocked
     for longer than the time limit, later calls get a new loop.
     """
     loop = USERS_LOOP.get()
-    found = asyncio.run_coroutine_threadsafe(_guarded(function), loop)
+    found = asyncio.run_coroutine_threadsafe(_guarded(function, limit, what), loop)
     try:
         return await _within(asyncio.wrap_future(found), limit)
     except TookTooLong:
@@ -205,9 +210,10 @@ async def _within(awaited: asyncio.Future[Any], limit: float, wait: float | None
         raise TookTooLong(f"no result within {limit:g} s") from error
 
 
-async def _guarded(function: Callable[[], Awaitable[Any]]) -> Any:
+async def _guarded(function: Callable[[], Awaitable[Any]], limit: float, what: str) -> Any:
     try:
-        return await function()
+        with folder_as_before(what, limit + _GRACE):
+            return await function()
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():

@@ -206,6 +206,12 @@ def read_prompts(
             embedding, or two ranks have different prompts.
     """
     room, arguments = longest - config.completion_limit, config.template_arguments
+    if room < 1:
+        field = "max_new_tokens" if hasattr(config, "max_new_tokens") else "max_completion_length"
+        raise InputError(
+            f"completions of up to {config.completion_limit} tokens leave no room for a prompt: prompt and completion "
+            f"may have {longest} together (the model's context, or the limit that the config sets); lower {field}"
+        )
     found: dict[str, list[Prompt]] = {}
 
     def read() -> list[Any]:
@@ -326,6 +332,8 @@ def read_data(train: Any, evaluation: Any, config: OnlineConfig, environment_fac
             stream without `max_steps`.
     """
     ordered = isinstance(train, IterableDataset)
+    _check_size(config)
+    train = as_rows(train)
     if has_pictures(train):
         train = with_own_decoder(train)
     check_dispatch(train, evaluation, config)
@@ -338,6 +346,37 @@ def read_data(train: Any, evaluation: Any, config: OnlineConfig, environment_fac
     for name, data in named_sets(evaluation).items():
         check_dataset(data, name)
     return GivenData(train, evaluation, ordered)
+
+
+# Formats whose rows are tables, from which no single row is read.
+_TABLES = ("arrow", "pandas", "polars")
+# One generation is held in memory. The largest that anybody samples have some ten thousand completions.
+_MOST_COMPLETIONS = 1 << 20
+
+
+def as_rows(data: Any) -> Any:
+    """A dataset that gives rows as mappings, with all columns, whatever format it was given. Others stay as they are.
+
+    A format that makes arrays of the columns (`numpy`, `torch`) stays: reward functions get what the user asked for.
+    """
+    if isinstance(data, IterableDataset):
+        # The stream has no public name for it.
+        kind = getattr(getattr(data, "_formatting", None), "format_type", None)
+        return data.with_format(None) if kind in _TABLES else data
+    if not isinstance(data, Dataset):
+        return data
+    shown = data.format["columns"]
+    return data.with_format(None) if data.format["type"] in _TABLES or "prompt" not in shown else data
+
+
+def _check_size(config: OnlineConfig) -> None:
+    """Refuse a generation that no machine holds, before its completions are made up for a rehearsal."""
+    count = config.prompts_per_generation * config.group_size
+    if count > _MOST_COMPLETIONS:
+        raise InputError(
+            f"a generation has {count:,} completions ({config.prompts_per_generation} prompts × {config.group_size}): "
+            f"more than {_MOST_COMPLETIONS:,} do not fit into memory; lower the batch or the completions per prompt"
+        )
 
 
 def check_dispatch(train: Any, evaluation: Any, config: OnlineConfig) -> None:
@@ -368,6 +407,7 @@ def read_sets(given: Any) -> Any:
     """
     if isinstance(given, Mapping):
         return {name: read_sets(data) for name, data in given.items()}
+    given = as_rows(given)
     own = with_own_decoder(given) if has_pictures(given) else given
     return _rows(own) if isinstance(own, IterableDataset) else own
 

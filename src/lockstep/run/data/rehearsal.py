@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,11 +21,36 @@ from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.judges import PairwiseJudge, judge_pairs
-from lockstep.rollouts.rewards import EnvironmentOf, RewardRaised, call_functions
+from lockstep.rollouts.rewards import EnvironmentOf, RewardRaised, call_functions, reward_name
 from lockstep.tokens.arrays import filled, whole_numbers
 from lockstep.tokens.chat import with_joined_text
 
 _logger = logging.getLogger(__name__)
+
+
+def tell_unanswered(entries: Sequence[Any], datasets: Mapping[str, Dataset]) -> None:
+    """Say in one line per function and dataset how many rows have no right answer for a built-in reward function.
+
+    Args:
+        entries: the functions; those of Lockstep name their columns in an attribute `answer_columns`.
+        datasets: by name.
+    """
+    for entry in entries:
+        for name, data in datasets.items():
+            known = [c for c in getattr(entry, "answer_columns", ()) if c in data.column_names]
+            if not known:
+                continue
+            column = data.with_format("arrow").select_columns(known[0])[:][known[0]]
+            cells = column.to_pylist()
+            none = sum(cell is None for cell in cells)
+            empty = sum(isinstance(cell, str) and not cell.strip() for cell in cells)
+            parts = [f"{none} with null, which get no score"] if none else []
+            parts += [f"{empty} with an empty text, which only an empty completion equals"] if empty else []
+            if parts:
+                _logger.warning(
+                    f"reward function {reward_name(entry)}: {none + empty} of {len(data)} rows of the {name} dataset "
+                    f"have no answer in column {known[0]!r}: {' and '.join(parts)}"
+                )
 
 
 def rehearse_functions(

@@ -115,7 +115,12 @@ def check_reference_model(model: PreTrainedModel, ref_model: PreTrainedModel) ->
 
 
 def check_kinds(model: Any, tokenizer: Any, callbacks: Any, optimizers: Any, engine: Any) -> None:
-    """Check the kinds of a constructor's arguments."""
+    """Check the kinds of a constructor's arguments, and of the tensors that this process makes."""
+    if torch.get_default_dtype() == torch.float64:
+        raise InputError(
+            "torch's default dtype is float64 here, and a run computes in 32 bits or less: call "
+            "torch.set_default_dtype(torch.float32) before"
+        )
     check_model_kind(model)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise InputError(

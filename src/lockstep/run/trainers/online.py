@@ -59,7 +59,7 @@ from lockstep.run.data.prompts import (
     read_data,
     read_prompts,
 )
-from lockstep.run.data.rehearsal import rehearse_functions
+from lockstep.run.data.rehearsal import rehearse_functions, tell_unanswered
 from lockstep.run.engine import check_engine_arguments, refuse_before_loading
 from lockstep.run.files.checkpoints import MethodState
 from lockstep.run.files.directory import CLOCK, clock_of_run, locked
@@ -195,6 +195,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             "rollout_func": rollout_func,
             "environment_factory": environment_factory,
         }
+        if self.ranks.owner:
+            tell_unanswered(entries_of(reward_funcs), data.named)
         self._open_tools(agent, reward_funcs, data.train, model)
         # Errors in reward functions come before a model's name is looked up. Reward models are loaded after the
         # memory is counted.
