@@ -75,13 +75,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The values with which a sequence must enter the loss.
-
-    Attributes:
-        advantages: (N,) float64.
-        slack: differences of an advantage that float32 explains.
-        weight: of each of its tokens.
-    """
+    """The values with which a sequence must enter the loss; `slack`: what float32 explains of an advantage."""
 
     advantages: np.ndarray
     slack: float
@@ -89,13 +83,9 @@ class Expected:
 
 
 class AdvantageProof:
-    """The proof of a generation: the values with which each of its sequences must enter the loss.
+    """The proof of a generation, whose completions come in the order in which steps take them.
 
-    Args:
-        method: `grpo`, `rloo`, `reinforce++`, `ppo` or `online_dpo`.
-        completions: the generation, in the order in which steps take them.
-        settings: the run's configuration.
-        reward_weights: those that the user has asked for, in the order of the reward functions.
+    `reward_weights` are those that the user has asked for, in the order of the reward functions.
     """
 
     def __init__(
@@ -291,15 +281,7 @@ class AdvantageProof:
     def check(
         self, names: Sequence[str], lengths: Sequence[int], advantages: np.ndarray, weights: np.ndarray
     ) -> None:
-        """Compare sequences, one after the other, with the values with which they must enter the loss.
-
-        Args:
-            names, lengths: of the B sequences, in tokens.
-            advantages, weights: (N,) of their tokens.
-
-        Raises:
-            ProofError: a sequence is of no completion of the generation, or brings something else.
-        """
+        """Compare B sequences, one after the other, with what is due: lengths in tokens, (N,) of all their tokens."""
         start = 0
         for name, length in zip(names, lengths, strict=True):
             due = self._expected.get(name)
@@ -319,8 +301,7 @@ class AdvantageProof:
             if not bool((np.abs(weight.astype(np.float64) - due.weight) <= 1e-5 * due.weight).all()):
                 raise _wrong(
                     f"the tokens of {name} enter the loss with a weight of {weight[0]:.6g}; the lengths of "
-                    f"the step give "
-                    f"{due.weight:.6g}"
+                    f"the step give {due.weight:.6g}"
                 )
 
 
@@ -340,21 +321,13 @@ def _wrong(found: str) -> ProofError:
 
 
 def check_batch(proof: AdvantageProof, batch: TokenBatch) -> None:
-    """Compare a pack just before its loss.
-
-    Raises:
-        ProofError: a sequence is of no completion of the generation, or brings something else.
-    """
+    """Compare a pack just before its loss."""
     both = torch.stack([batch.advantages.detach(), batch.weights.detach()]).cpu().numpy()
     proof.check([s.name for s in batch.sequences], [s.length for s in batch.sequences], both[0], both[1])
 
 
 def check_still(proof: AdvantageProof, sequences: Sequence[TrainingSequence]) -> None:
-    """Compare sequences that have no gradient.
-
-    Raises:
-        ProofError: a sequence is of no completion of the generation, or brings something else.
-    """
+    """Compare sequences that have no gradient."""
     for s in sequences:
         proof.check([s.name], [s.length], s.advantages, np.full(s.length, s.weight))
 
@@ -365,12 +338,7 @@ def advantage_proof(
     sequences: Sequence[TrainingSequence],
     reward_weights: tuple[float, ...],
 ) -> AdvantageProof | None:
-    """The proof of a generation; None for an objective without a definition.
-
-    Args:
-        sequences: those of the groups, with the log-probs that the method needs, before their advantages.
-        reward_weights: those that the user has asked for.
-    """
+    """The proof of a generation, before the advantages are made; None for an objective without a definition."""
     # A class of the user's own may compute other advantages.
     if objective.definition is None or not is_lockstep(type(objective)):
         return None

@@ -57,11 +57,7 @@ LEAST = PooledGap.enough
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the engine was asked to score, and its pending answer.
-
-    Attributes:
-        drawn: completions of the current generation, by the names of their sequences.
-    """
+    """What the engine was asked to score, and its pending answer. `drawn` is by the names of sequences."""
 
     canary: Sequences
     drawn: dict[str, Completion]
@@ -70,13 +66,7 @@ class _Asked:
 
 @dataclass(slots=True)
 class ProofsAhead:
-    """The proofs of one run.
-
-    Attributes:
-        model: the policy; it is only read.
-        distribution: the distribution that every request asks for.
-        seed: draws the completions.
-    """
+    """The proofs of one run. `distribution` is what every request asks for; `seed` draws the completions."""
 
     model: PreTrainedModel
     engine: Engine
@@ -109,11 +99,7 @@ class ProofsAhead:
         self._compared.clear()
 
     def ask(self, completions: Sequence[Completion], version: int, limit: float) -> None:
-        """Ask the engine to score the canary and drawn completions.
-
-        Args:
-            limit: seconds that the answer may take.
-        """
+        """Ask the engine to score the canary and drawn completions; the answer may take `limit` seconds."""
         context = self.engine.settings().max_model_len
         canary = canary_sequences(embedding_rows(self.model), context)
         drawn = {
@@ -129,12 +115,7 @@ class ProofsAhead:
         self._asked = _Asked(canary, drawn, answer)
 
     def check_answer(self, version: int, limit: Tolerance) -> None:
-        """Wait for the engine's answer and compare it with plain forwards.
-
-        Raises:
-            ProofError: trainer and engine give the canary or a drawn completion different log-probs.
-            EngineLost: the engine was lost meanwhile.
-        """
+        """Wait for the engine's answer and compare it with plain forwards. Raises `EngineLost` too."""
         assert self._asked is not None
         scores = self._asked.answer.result()
         asked, self._asked = self._asked, None
@@ -155,9 +136,7 @@ class ProofsAhead:
         )
 
     def _again(self, completion: Completion, scores: tuple[float, ...]) -> GapStats:
-        """The gap of a completion at temperature 1, over its sampled tokens, between the engine's scores and a plain
-        forward.
-        """
+        """The gap of a completion's sampled tokens at temperature 1: the engine's scores against a plain forward."""
         before = len(completion.prompt_ids)
         ids = _path(completion, len(scores) + 2)
         places = torch.from_numpy(completion.sampled_places[completion.sampled_places < len(ids) - before])
@@ -168,14 +147,11 @@ class ProofsAhead:
     def check_begun(
         self, begun: Mapping[int, Sequence[Completion]], version: int, limit: Tolerance
     ) -> Iterator[tuple[GapStats, Sequence[Completion]]]:
-        """Compare completions of later generations. The caller checks the gaps.
+        """Yield the gap of each later generation with new tokens, and the completions with them. The caller checks.
 
         Args:
             begun: the finished completions of each generation, by its number.
-            version: version of the weights that both sides hold. Only tokens that they have sampled are compared.
-
-        Yields:
-            For each generation with new tokens, the gap to check, and the completions with these tokens.
+            version: of the weights that both sides hold. Only tokens that they have sampled are compared.
         """
         self._found["sampled_ahead"], self._limits["sampled_ahead"] = GapStats(), limit
         self._compared = {number: self._compared.get(number, 0) for number in begun}
@@ -229,15 +205,7 @@ def _fits(completion: Completion, context: int) -> bool:
 
 
 def check_staleness(completions: Iterable[Completion], version: int, most: int) -> None:
-    """Check the age of tokens against a limit.
-
-    Args:
-        version: the weight version that the engine holds, and that learns from these tokens first.
-        most: largest allowed age of a token, in versions.
-
-    Raises:
-        ProofError: a token is older than allowed, or newer than `version`.
-    """
+    """Check that no token is newer than `version`, which learns from it first, or older than it by more than `most`."""
     for completion in completions:
         if not len(completion.token_ids):
             continue
@@ -245,9 +213,8 @@ def check_staleness(completions: Iterable[Completion], version: int, most: int) 
         if oldest < version - most or newest > version:
             raise ProofError(
                 "staleness",
-                f"request {completion.key} has tokens of versions {oldest} to {newest}, at version {version} "
-                f"with a staleness of "
-                f"at most {most}",
+                f"request {completion.key} has tokens of versions {oldest} to {newest}, at version "
+                f"{version} with a staleness of at most {most}",
                 "generations were not used in order, or the engine delayed a request over too many pushes",
                 "report it with this message; max_staleness=0 runs without generations ahead",
             )

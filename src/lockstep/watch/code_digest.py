@@ -65,12 +65,7 @@ _OF_PYTHON = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class CodeDigest:
-    """What a function reaches.
-
-    Attributes:
-        objects: hex digest of the texts and values of the objects.
-        files: hex digest of each file of the user's, by its path.
-    """
+    """What a function reaches: a digest of its objects' texts and values, and of each file of the user's, by path."""
 
     objects: str
     files: Mapping[Path, str]
@@ -120,12 +115,7 @@ class _Walk:
         return text_digest(self.files.without_places("\n".join(sorted({*texts, *self.files.slices()}))))
 
     def take(self, names: tuple[str, ...], value: Any, *, root: bool = False) -> None:
-        """Describe an object and all that it reaches.
-
-        Args:
-            names: the names that lead to it.
-            root: whether it is described although it is not the user's own.
-        """
+        """Describe an object, which `names` lead to, and all that it reaches. A `root` need not be the user's own."""
         if isinstance(value, _PLAIN) and not isinstance(value, enum.Enum):
             self._say(names, f"{type(value).__name__} {value!r}")
             return
@@ -351,10 +341,7 @@ def _changed_by(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_of_globals(step: dis.Instruction) -> bool:
-    """Whether an instruction reads or writes a global by its name.
-
-    The body of a class looks names up in several places.
-    """
+    """Whether an instruction uses a global by its name. The body of a class looks names up in several places."""
     return "GLOBAL" in step.opname or step.opname == "LOAD_NAME"
 
 

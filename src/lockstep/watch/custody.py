@@ -68,8 +68,7 @@ class Sampled:
         rollout: prompt id and sample.
         ids: digest of ids and positions (`tokens_of` in `rollouts/group.py`).
         logps: digest of the engine's log-probs.
-        old_logps: digest of the log-probs that the policy gave before the generation's first step; None: nothing
-            scored it then.
+        old_logps: digest of the policy's log-probs before the generation's first step; None: nothing scored it then.
     """
 
     rollout: tuple[str, int]
@@ -143,8 +142,7 @@ class SampledTokens:
     Args:
         sampled: every branch with sampled tokens, by name.
         parts: names of the branches of each micro-batch, over all ranks.
-        own_forward: whether the old log-probs of a loss are those of its own forward, because the policy does not
-            change before it.
+        own_forward: whether the old log-probs are those of the loss's own forward: no step was made before it.
     """
 
     def __init__(
@@ -154,14 +152,7 @@ class SampledTokens:
         self._own_forward = own_forward
 
     def check_part(self, part: int, names: Iterable[str]) -> None:
-        """Check that a micro-batch learns from its own completions, and from each of them once.
-
-        Args:
-            part: index of the micro-batch within the generation.
-
-        Raises:
-            ProofError: it has other completions.
-        """
+        """Check that micro-batch `part` of the generation learns from its own completions, each of them once."""
         found, due = sorted(names), self._parts[part]
         if found != due:
             strange = sorted({*found} ^ {*due}) or [name for name in due if found.count(name) != 1]
@@ -171,11 +162,7 @@ class SampledTokens:
             )
 
     def check(self, entering: Entering) -> None:
-        """Compare a pack with what was sampled.
-
-        Raises:
-            ProofError: the ids, their places, the engine's log-probs or the old log-probs are others.
-        """
+        """Compare a pack with what was sampled: ids, their places, the engine's log-probs and the old log-probs."""
         own = self._own_forward and _equal(entering.old_logps, entering.logps)
         starts = np.cumsum(entering.lengths) - entering.lengths
         found = zip(entering.names, starts.tolist(), entering.lengths, entering.digests(), strict=True)
@@ -188,15 +175,7 @@ class SampledTokens:
             self._same(due, right, "old log-probs")
 
     def check_aside(self, name: str, ids: str, logps: str, old_logps: Any) -> None:
-        """Compare a completion that needs no forward in this step.
-
-        Args:
-            ids, logps: digests, as in `Sampled`.
-            old_logps: (N,) log-probs from before the first step; None: there are none.
-
-        Raises:
-            ProofError: the ids, their places, the engine's log-probs or the old log-probs are others.
-        """
+        """Compare the digests and (N,) old log-probs, if any, of a completion that needs no forward in this step."""
         due = self._due(name)
         self._same(due, ids == due.ids, "ids, or the ids before them,")
         self._same(due, logps == due.logps, "log-probs of the engine")
@@ -242,15 +221,11 @@ def _wrong(found: str) -> ProofError:
 def sampled_tokens(
     groups: Sequence[RolloutGroup], old_logps: Scores | None, size: int, *, own_forward: bool
 ) -> SampledTokens:
-    """The proof of a generation, from the seals of its scored rollouts.
+    """The proof of a generation, from the seals of its scored rollouts; raises `ProofError` if a seal does not fit.
 
     Args:
         old_logps: log-probs of the policy before the first step, by name of the branch; None: nothing was scored then.
         size: completions per micro-batch.
-        own_forward: as in `SampledTokens`.
-
-    Raises:
-        ProofError: a rollout has no seal, or its text or its row is not the one that it was sealed with.
     """
     sampled: dict[str, Sampled] = {}
     names: list[list[str]] = []
@@ -277,11 +252,7 @@ def sampled_tokens(
 
 
 def check_entering(proof: SampledTokens, batch: TokenBatch) -> None:
-    """Compare a pack just before its loss.
-
-    Raises:
-        ProofError: the ids, their places, the engine's log-probs or the old log-probs are others.
-    """
+    """Compare a pack just before its loss."""
     pack = batch.pack
     logps = batch.behaviour_logps, batch.old_logps, batch.logps
     ids = pack.input_ids, pack.predictors, pack.targets, pack.position_ids
@@ -306,11 +277,7 @@ def check_entering(proof: SampledTokens, batch: TokenBatch) -> None:
 
 
 def check_aside(proof: SampledTokens, sequences: Sequence[TrainingSequence]) -> None:
-    """Compare sequences that were scored before the first step and have no gradient.
-
-    Raises:
-        ProofError: the ids, their places, the engine's log-probs or the old log-probs are others.
-    """
+    """Compare sequences that were scored before the first step and have no gradient."""
     for s in sequences:
         places = np.arange(len(s.path), dtype=np.int64)
         ids = digest_of(s.name, s.path, places, s.predictors, s.sampled_ids)
@@ -318,9 +285,7 @@ def check_aside(proof: SampledTokens, sequences: Sequence[TrainingSequence]) -> 
 
 
 class Record:
-    """The answers of one rollout, by a digest of the ids and the digests of the pictures after which each was
-    sampled.
-    """
+    """The answers of one rollout, by a digest of the ids and the digests of the pictures before each."""
 
     def __init__(self) -> None:
         self._answers: dict[tuple[bytes, tuple[str, ...]], list[Completion]] = {}
@@ -334,11 +299,9 @@ class Record:
             self._answers.setdefault((_digest(request.prompt_ids), seen), []).append(answer)
 
     def check(self, rollout: Rollout) -> None:
-        """Check that every answer is in exactly one branch: behind the ids and pictures that the engine was sent,
-        marked as sampled, with its log-probs and versions; and that nothing else is marked as sampled.
+        """Check that every answer is in exactly one branch, and that nothing else is marked as sampled.
 
-        Raises:
-            ProofError: it is not.
+        It stands behind the ids and pictures that the engine was sent, with its marks, log-probs and versions.
         """
         left = {context: list(answers) for context, answers in self._answers.items()}
         for branch in rollout.branches:
@@ -362,8 +325,7 @@ class Record:
                 if found is None:
                     raise _unlike(
                         f"id {place} of branch {branch.key} is marked as sampled, and the engine was not "
-                        f"asked to continue the "
-                        "ids before it with the pictures in them"
+                        "asked to continue the ids before it with the pictures in them"
                     )
                 length = _shared(found, branch, sampled, place)
                 if self._cuts:
@@ -371,8 +333,7 @@ class Record:
                 if not length or (length < len(found.token_ids) and not self._cuts):
                     raise _unlike(
                         f"branch {branch.key} differs from the answer to {found.key} from its id "
-                        f"{place + length} on: in an id, "
-                        "its log-prob, its version or its mark"
+                        f"{place + length} on: in an id, its log-prob, its version or its mark"
                     )
                 answers.remove(found)
                 end += length
@@ -383,9 +344,7 @@ class Record:
             place = end
 
     def _cut(self, branch: Completion, state: blake2b, seen: tuple[str, ...], place: int, length: int) -> int:
-        """The length of a turn that may be cut behind a stop string: the next turn may begin before the end of the
-        answer.
-        """
+        """The length of a turn that a stop string may have cut: the next may begin before the end of the answer."""
         ahead = state.copy()
         for count in range(1, length):
             ahead.update(branch.token_ids[place + count - 1 : place + count].tobytes())
@@ -421,14 +380,7 @@ def _unlike(found: str) -> ProofError:
 
 
 def check_placeholders(completions: Iterable[Completion], banned: Sequence[int]) -> None:
-    """Check the ids that the engine has sampled. Inserted ids may show pictures.
-
-    Args:
-        banned: the placeholders of pictures. Empty: the run has no pictures.
-
-    Raises:
-        ProofError: a placeholder was sampled.
-    """
+    """Check that no placeholder of a picture was sampled. Inserted ids may show pictures."""
     if not banned:
         return
     for completion in completions:

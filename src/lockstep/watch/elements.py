@@ -40,13 +40,7 @@ _WINDOWS = 2
 
 
 class Drawn:
-    """Windows in a list of tensors.
-
-    Args:
-        owners: index of each window's tensor.
-        starts: first element of each window, in the flattened tensor.
-        lengths: number of elements of each window.
-    """
+    """Windows in a list of flattened tensors: the index of each one's tensor, its first element, and its length."""
 
     def __init__(self, owners: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> None:
         of_windows, sizes = np.array(owners, np.int64), np.array(lengths, np.int64)
@@ -100,10 +94,7 @@ class Drawn:
         return self._places_of[device]
 
     def read(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """(N,) float64 values of the windows, on the host.
-
-        A tensor that is None, and a part of another rank, reads as zeros.
-        """
+        """(N,) float64 values on the host. A tensor that is None, and a part of another rank, reads as zeros."""
         return self.values(tensors).to("cpu", torch.float64)
 
     def values(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -138,12 +129,7 @@ Elements = Mapping[str, torch.Tensor]
 
 
 class LoadedState:
-    """The weights and the optimizer's state as a checkpoint gave them.
-
-    Args:
-        trained: the trained parameters, by name.
-        seed: draws the elements.
-    """
+    """The weights and the optimizer's state as a checkpoint gave them."""
 
     def __init__(
         self,
@@ -156,11 +142,7 @@ class LoadedState:
         self._loaded = self._read()
 
     def check(self) -> None:
-        """Compare the elements as they are now.
-
-        Raises:
-            ProofError: one has changed.
-        """
+        """Compare the elements as they are now."""
         check_still(self._drawn, self._names, self._loaded, self._read(), "the checkpoint was loaded")
 
     def _read(self) -> dict[str, torch.Tensor]:
@@ -181,15 +163,7 @@ class LoadedState:
 
 
 def check_still(drawn: Drawn, names: Sequence[str], before: Elements, now: Elements, since: str) -> None:
-    """Compare elements with what they were.
-
-    Args:
-        names: of the tensors from which the elements are drawn.
-        since: the moment since which they must be the same, in words.
-
-    Raises:
-        ProofError: an element has changed.
-    """
+    """Compare elements with what they were. `names` are of the tensors, `since` is the moment in words."""
     for what in sorted(before.keys() | now.keys()):
         if what in before and what in now:
             wrong = ~torch.isclose(before[what], now[what], rtol=0.0, atol=0.0, equal_nan=True)
@@ -222,22 +196,14 @@ _HOOKED, _WITHIN = 32, 10
 
 
 class AccumulationProof:
-    """The proof of one optimizer step.
+    """The proof of one optimizer step. Raises `ProofError` if a gradient of an earlier step is left.
 
     Args:
-        trained: the trained parameters by name.
         gathered: gives the tensor that the backward passes of a sharded parameter add to, before the ranks' parts are
             summed.
-        seed: draws the tensors and elements. The tensors follow each other from step to step; the elements are drawn
-            anew.
+        seed: draws tensors and elements. The tensors follow each other from step to step; the elements are drawn anew.
         step: number of steps before this one.
         always: names of tensors that are not left to the draw.
-
-    Attributes:
-        names: names of the tensors whose gradients are compared at this step.
-
-    Raises:
-        ProofError: a gradient of an earlier step is left.
     """
 
     def __init__(
@@ -284,8 +250,8 @@ class AccumulationProof:
         """What this rank knows of the (N,) drawn elements. Ends the proof's hooks.
 
         Returns:
-            The sum of what the backward passes of this rank have added, the sum of its sizes, and the gradients that
-            this rank holds (of sharded tensors, its part; the other elements are 0).
+            The sum of what this rank's backward passes have added, the sum of its sizes, and the gradients that this
+            rank holds (of sharded tensors, its part; the other elements are 0).
         """
         self.end()
         # A tensor that got no gradient has added 0.
@@ -302,14 +268,7 @@ class AccumulationProof:
         ]
 
     def check(self, added: Sequence[list[Any]]) -> None:
-        """Compare the gradients with what all backward passes have added.
-
-        Args:
-            added: `added` of every rank.
-
-        Raises:
-            ProofError: they differ.
-        """
+        """Compare the gradients with what the backward passes of all ranks have `added`."""
         sums, sizes = (torch.tensor([rank[k] for rank in added], dtype=torch.float64).sum(0) for k in (0, 1))
         parts = torch.tensor([rank[2] for rank in added], dtype=torch.float64)
         of_ranks = torch.tensor([is_sharded(p) for p in self._parameters])[self._drawn.owners]
@@ -325,10 +284,9 @@ class AccumulationProof:
         names = sorted({self.names[i] for i in self._drawn.owners[wrong].tolist()})
         raise ProofError(
             "accumulation",
-            f"the gradient of {self.names[int(self._drawn.owners[worst])]} is {float(found[worst]):.6g} where "
-            f"the backward passes "
-            f"of the step have added {float(sums[worst]):.6g} ({len(names)} of {len(self.names)} compared "
-            f"tensors differ)",
+            f"the gradient of {self.names[int(self._drawn.owners[worst])]} is {float(found[worst]):.6g} "
+            f"where the backward passes of the step have added {float(sums[worst]):.6g} ({len(names)} of "
+            f"{len(self.names)} compared tensors differ)",
             "gradients were cleared or scaled between two micro-batches, or were not summed over all ranks",
             "let nothing change .grad between the first backward of a step and its optimizer step",
         )

@@ -63,18 +63,12 @@ class Proofs:
     """All checks between an engine's answers and an optimizer step.
 
     Args:
-        model: the trained model; it is only read.
-        engine: the engine that samples for the model.
-        config: the run's configuration.
         clock: counts pushes under `sync` and proofs under `verify`.
-        settings: what the user has asked for.
-        sampling: the distribution of every request.
+        settings: what the user has asked for. Another setting in `sampling`, the distribution of every request, is a
+            `ProofError`.
         recovery: repeats work that lost its engine.
         send: sends the weights as a version, and tells this watch of it.
         bets: whether the draws proof bets on the tokens.
-
-    Raises:
-        ProofError: the sampling distribution of the run is not what the user has asked for.
     """
 
     def __init__(
@@ -167,15 +161,7 @@ class Proofs:
         self.ahead.forget_tokens()
 
     def start(self, folder: Path, step: int, inputs: Mapping[str, Any]) -> None:
-        """Open the receipt, and prove the engine before it samples the first rollout.
-
-        Args:
-            inputs: the run's data, code and settings, for the receipt.
-
-        Raises:
-            ProofError: a push, any module, or the canary fails.
-            InputError: a run is continued and its receipt is broken.
-        """
+        """Open the receipt, and prove the engine before it samples the first rollout. `inputs` are for the receipt."""
         folder.mkdir(parents=True, exist_ok=True)
         self._receipt = Receipt(folder / RECEIPT, step)
         self.tail, self.pool = GapTail(self.limit), PooledGap()
@@ -203,29 +189,17 @@ class Proofs:
         self._receipt.append(start_line(step, self.push, self._engine.settings(), more))
 
     def samples_ahead(self, begun: GenerationsAhead, limit: float) -> None:
-        """The engine will sample generations ahead.
-
-        Args:
-            limit: seconds that a request may wait behind generations that began earlier.
-        """
+        """The engine will sample generations ahead. A request may wait `limit` seconds behind earlier generations."""
         self._begun, self._limit_ahead = begun, limit
 
     def prove_engine(self, version: int) -> None:
-        """Push the weights, probe every module and score the canary. This comes before the engine samples anything.
-
-        Raises:
-            ProofError: the push, a module or the canary fails.
-        """
+        """Push the weights, probe every module and score the canary, before the engine samples anything."""
         self.push.distrust()
         self._is_whole_due = True
         self._send(version)
 
     def prove_joining(self, engine: Engine, version: int) -> None:
-        """Prove another engine as `prove_engine` proves the run's own, before its servers join.
-
-        Raises:
-            ProofError: the push, a module or the canary fails.
-        """
+        """Prove another engine as `prove_engine` proves the run's own, before its servers join."""
         config = self._config
         pusher = ProvenPusher(
             self._model,
@@ -248,9 +222,7 @@ class Proofs:
     def note_optimizer(
         self, step: int, given: Sequence[Mapping[str, Any]] | None, changes: Sequence[Change]
     ) -> None:
-        """Write into the receipt the settings of an optimizer that the user gave, and changes of settings that were
-        taken.
-        """
+        """Write into the receipt the settings of a user's optimizer, and changes of settings that were taken."""
         assert self._receipt is not None
         groups = {} if given is None else {"given": list(given)}
         self._receipt.append(
@@ -268,22 +240,14 @@ class Proofs:
             self._receipt.append({"kind": "hooks", "step": step, "taken": list(taken)})
 
     def note_change(self, step: int, field: str, value: Any, settings: dict[str, Any]) -> None:
-        """Write into the receipt that the user has changed a field of the run.
-
-        Args:
-            settings: the fields that the receipt's first line will have, for a change before that line.
-        """
+        """Write into the receipt that the user has changed a field. Before the first line, `settings` get the value."""
         if self._receipt is None:
             settings[field] = value
         else:
             self._receipt.append({"kind": "change", "step": step, "field": field, "value": value})
 
     def keep_alarms(self, alarms: Alarms, step: Callable[[], int]) -> None:
-        """Continue the alarms that the receipt has, and write new ones into it, after `start`.
-
-        Args:
-            step: gives the number of steps so far.
-        """
+        """Continue the receipt's alarms, and write new ones into it. `step` gives the number of steps so far."""
         receipt = self._receipt
         assert receipt is not None
 
@@ -298,20 +262,13 @@ class Proofs:
         self._receipt.append(dict(line))
 
     def note_checkpoint(self, step: int, digests: str) -> None:
-        """Write a checkpoint's digest into the receipt.
-
-        The checkpoint no longer fits a receipt that is cut or rewritten.
-        """
+        """Write a checkpoint's digest into the receipt: a receipt that is cut or rewritten no longer fits it."""
         assert self._receipt is not None
         # A checkpoint that is on the disk needs its line there too.
         self._receipt.append({"kind": "checkpoint", "step": step, "digests": digests}, durable=True)
 
     def pushed(self, record: SyncRecord) -> None:
-        """Weights were pushed.
-
-        Raises:
-            ProofError: the engine computes with others.
-        """
+        """Weights were pushed."""
         # An engine that slept has new memory: the canary asks it as a whole, before it samples.
         self.push.canary = self._is_whole_due or self._config.engine_sleeps
         self.push.pushed(record)
@@ -326,64 +283,37 @@ class Proofs:
         return self.ahead.is_due
 
     def ask_again(self, completions: Sequence[Completion], version: int, limit: float) -> None:
-        """Ask the engine to score the canary and drawn completions with the weights that it holds now, while the
-        trainer goes on.
+        """Ask the engine to score the canary and drawn completions with its weights, while the trainer goes on.
 
-        Args:
-            limit: seconds that the answer may take, including the requests that the engine works on first.
+        The answer may take `limit` seconds, with the requests that the engine works on first.
         """
         self.ahead.ask(completions, version, limit)
 
     def check_asked_again(self, version: int) -> None:
-        """Wait for the answer to `ask_again` and check it. Called before the policy changes.
-
-        Raises:
-            ProofError: trainer and engine give a sequence different log-probs.
-            EngineLost: the engine was lost meanwhile.
-        """
+        """Wait for the answer to `ask_again` and check it, before the policy changes. Raises `EngineLost` too."""
         with self._clock.phase("verify"):
             self.ahead.check_answer(version, self.limit)
 
     def check_begun(self, begun: Mapping[int, Sequence[Completion]], version: int) -> None:
-        """Check the gap of drawn completions of later generations, while the trainer has the weights that sampled them.
-
-        Args:
-            begun: the finished completions of each generation, by its number.
-
-        Raises:
-            ProofError: the gap is over a limit; the error says where it comes from.
-        """
+        """Check the gap of drawn completions of later generations, by number, while the trainer has their weights."""
         with self._clock.phase("verify"):
             for gap, completions in self.ahead.check_begun(begun, version, self.tail.limit):
                 self._check_limits(gap, completions, version)
 
     def check_answer(self, request: GenerationRequest, answer: Completion) -> None:
-        """Check one request and its answer.
-
-        Raises:
-            ProofError: the request is not what the user has asked for, or the answer did not end where the request
-                says.
-        """
+        """Check one request against the user's settings, and that its answer ended where the request says."""
         self._settings.check_request(request)
         self._ends.check(request, answer)
 
     def check_completions(self, completions: Sequence[Completion]) -> None:
-        """Check finished completions of one turn.
-
-        Raises:
-            ProofError: a completion has another length or another interruption than the user has asked for.
-        """
+        """Check length and interruption of finished completions of one turn."""
         with self._clock.phase("verify"):
             context = self._engine.settings().max_model_len
             for completion in completions:
                 self._settings.check_completion(completion, context)
 
     def check_groups(self, groups: Sequence[RolloutGroup]) -> None:
-        """Check the samples of a whole generation.
-
-        Raises:
-            ProofError: completions of one group are copies of each other, or a placeholder of a picture was sampled.
-        """
+        """Check the samples of a whole generation: no copies, no placeholders of pictures."""
         with self._clock.phase("verify"):
             check_placeholders(branches_of(groups), self._settings.banned)
             check_samples([[r.branches for r in group.rollouts] for group in groups])
@@ -406,13 +336,8 @@ class Proofs:
         Args:
             gap: over all tokens that the policy scored.
             kept_sets: over drawn tokens.
-            sampled: how many tokens the engine sampled with the weights of `version`, without those that are left
-                aside.
+            sampled: how many tokens the weights of `version` sampled, without those that are left aside.
             completions: the sampled completions; a failure is explained with some of them.
-
-        Raises:
-            ProofError: tokens are missing; the gap is over a limit, and the error says where it comes from; or the
-                sets of kept ids are not those of the run's filters.
         """
         with self._clock.phase("verify"):
             check_count(gap, sampled, version)
@@ -441,15 +366,7 @@ class Proofs:
         completions: Sequence[Completion],
         version: int,
     ) -> None:
-        """Check the drawn completions of an evaluation.
-
-        Args:
-            gap, draws, kept_sets: over their tokens.
-
-        Raises:
-            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from the distributions
-                whose log-probs were reported.
-        """
+        """Check the drawn completions of an evaluation."""
         with self._clock.phase("verify"):
             check_count(gap, sum(len(c.sampled_places) for c in completions), version)
             limit = self.tail.limit
@@ -483,11 +400,7 @@ class Proofs:
         self.tail.outer = self.push.limit_of_tokens
 
     def check_draws(self, draws: DrawStats, version: int) -> None:
-        """Bet on a generation's tokens. Further calls for the same version do nothing.
-
-        Raises:
-            ProofError: the tokens of the run are no draws from the distributions whose log-probs were reported.
-        """
+        """Bet on a generation's tokens. Further calls for the same version do nothing."""
         if self._bets and version != self._drawn_version:
             self._drawn, self._drawn_version = draws, version
             self._draws.add(draws)
@@ -515,12 +428,9 @@ class Proofs:
 
         Args:
             gap: over all tokens of the generation but those that are left aside.
-            draws: over all tokens of its drawn rollouts. The draws of a generation count once, at the first call.
+            draws: over all tokens of its drawn rollouts. They count once per generation, at the first call.
             kept_sets: over drawn tokens.
             record: write the receipt's line; there is one per generation.
-
-        Raises:
-            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from what was reported.
         """
         version = generation.version
         if (begun := self._begun) is not None:
@@ -578,11 +488,6 @@ class Proofs:
 class EngineWatch:
     """The proofs of the engine on one rank, before they are needed and where another rank holds the engine.
 
-    Args:
-        model: the trained model; it is only read.
-        sampling: the distribution of every request.
-        bets: whether the draws proof bets on the tokens.
-
     Attributes:
         decode: gives the text of ids, without special tokens.
         searches_top_p: whether the engine searches the edge of top-p (`FilterBounds`). Every rank proves the sets of
@@ -632,11 +537,7 @@ class EngineWatch:
 
     @property
     def proofs(self) -> Proofs:
-        """The proofs.
-
-        Raises:
-            InputError: another rank holds the engine.
-        """
+        """The proofs. Raises `InputError` if another rank holds the engine."""
         if self._proofs is None:
             raise InputError(f"rank {self._ranks.rank} holds no engine")
         return self._proofs
@@ -665,11 +566,7 @@ class EngineWatch:
         self.proofs.push.pushing()
 
     def pushed(self, record: SyncRecord) -> None:
-        """Weights were pushed.
-
-        Raises:
-            ProofError: the engine computes with others.
-        """
+        """Weights were pushed."""
         self.proofs.pushed(record)
 
     def asked(self, starts: Sequence[Start], version: int) -> None:
@@ -677,11 +574,7 @@ class EngineWatch:
         self._seeds.check({start.key: start.seed for start in starts}, version)
 
     def sampled(self, groups: Sequence[RolloutGroup], *, one_turn: bool) -> None:
-        """The engine has answered all requests of these groups.
-
-        Args:
-            one_turn: whether every completion is one answer to one request.
-        """
+        """The engine has answered all requests of these groups. `one_turn`: a completion is one answer."""
         self.proofs.check_groups(groups)
         if one_turn:
             self.proofs.check_completions(branches_of(groups))
@@ -689,21 +582,14 @@ class EngineWatch:
     def taken_ahead(
         self, groups: Sequence[RolloutGroup], version: int, *, one_turn: bool, limit: float
     ) -> None:
-        """Groups were taken whose tokens may be older than `version`.
-
-        Args:
-            limit: seconds that the engine's answer to a further question may take.
-        """
+        """Groups were taken whose tokens may be older than `version`. A further answer may take `limit` seconds."""
         completions = branches_of(groups)
         check_staleness(completions, version, self._config.max_staleness)
         self.sampled(groups, one_turn=one_turn)
         self.proofs.ask_again(completions, version, limit)
 
     def note_unproven(self, step: int, proof: str, why: str) -> None:
-        """Write into the receipt that a proof could not be made at a step.
-
-        On ranks without the engine nothing is written.
-        """
+        """Write into the receipt that a proof could not be made at a step. Ranks without the engine write nothing."""
         if self._proofs is not None:
             self._proofs.note_unproven(step, proof, why)
 

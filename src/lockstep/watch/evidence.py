@@ -54,13 +54,7 @@ LONGEST = 4096
 
 @dataclass(frozen=True)
 class _Row:
-    """A drawn token.
-
-    Attributes:
-        sequence: the completion.
-        place: index among its sampled tokens.
-        proves_set: whether its kept ids are to be compared.
-    """
+    """A drawn token: its completion, its index among the sampled tokens, and whether its kept ids are compared."""
 
     sequence: TrainingSequence
     place: int
@@ -79,13 +73,7 @@ class _Row:
 
 
 class DrawnRows:
-    """The drawn tokens of a micro-batch.
-
-    Args:
-        settings: what the user has asked for; None: log-probs are not compared.
-        kept_sets: compares the engine's kept ids; None: the run has no such filters.
-        precision: how the trainer computes a forward.
-    """
+    """The drawn tokens of a micro-batch. No `settings`: log-probs are not compared; no `kept_sets`: nor kept ids."""
 
     def __init__(
         self, settings: SettingsProof | None, kept_sets: KeptSetProof | None, precision: Precision
@@ -119,14 +107,7 @@ class DrawnRows:
         self._hidden.append(hidden.flatten(0, 1)[pack.predictors[here]])
 
     def check(self, policy: Policy) -> KeptSetStats:
-        """Check the drawn tokens with a policy whose weights are still those of their forwards.
-
-        The rows are forgotten then.
-
-        Raises:
-            ProofError: log-probs are not those of the distribution that the user has asked for, or a set is not that of
-                the run's filters.
-        """
+        """Check the drawn tokens with a policy whose weights are still those of their forwards, and forget them."""
         if not self._rows:
             return KeptSetStats()
         shards, model, precision = sharded(policy.model), policy.model, self._precision
@@ -141,19 +122,11 @@ class DrawnRows:
     def check_with(self, model: PreTrainedModel, *, fp32_head: bool, single: bool) -> KeptSetStats:
         """Check the drawn tokens, when all packs of the micro-batch are through.
 
-        The output head computes in the dtype of its weight: a cast of the whole weight would cost more than the
-        product.
+        The output head computes in the dtype of its weight: a cast of the whole weight would cost more.
 
         Args:
             fp32_head: whether the output head computes in float32 instead.
             single: whether the head of the forward computes in float32, for whatever reason.
-
-        Returns:
-            What the comparison of kept ids has found.
-
-        Raises:
-            ProofError: log-probs are not those of the distribution that the user has asked for, or a set is not that
-                of the run's filters.
         """
         if not self._rows:
             return KeptSetStats()
@@ -182,9 +155,7 @@ class DrawnRows:
         return found
 
     def _chosen(self) -> tuple[list[_Row], list[float], torch.Tensor]:
-        """The rows that are checked, their log-probs and hidden states: the same number from each pack, up to
-        rounding.
-        """
+        """The rows that are checked, their log-probs and hidden states: about the same number from each pack."""
         rows, hidden = self._rows, torch.cat(self._hidden)
         logps: list[float] = torch.cat(self._logps).tolist()
         most = max(_DRAWN if self._kept_sets is None else _DRAWN_SETS, len(self._hidden))
@@ -207,11 +178,7 @@ def _product(head: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _kept_tokens(rows: Sequence[_Row], logits: torch.Tensor, proof: KeptSetProof) -> Iterator[KeptToken]:
-    """The tokens that have sets.
-
-    Args:
-        logits: (n, V) of the n rows.
-    """
+    """The tokens that have sets, of n rows with their (n, V) logits."""
     for row, own in zip(rows, logits, strict=True):
         if row.kept is None or row.end + len(row.sequence.prompt_ids) >= LONGEST:
             continue
@@ -229,10 +196,7 @@ def _kept_tokens(rows: Sequence[_Row], logits: torch.Tensor, proof: KeptSetProof
 
 
 def _is_defined(wanted: UserSettings, row: _Row) -> bool:
-    """Whether `_logprob` knows a token's distribution.
-
-    Without kept ids, only the trainer's own filters know what is banned.
-    """
+    """Whether `_logprob` knows a token's distribution. Without kept ids, only the trainer knows what is banned."""
     bans = wanted.bad_words or wanted.numbers["min_tokens"] or wanted.grammar is not None
     return row.kept is not None or not bans
 
@@ -266,10 +230,9 @@ class TokenEvidence:
         kept_rows: collects drawn tokens of a micro-batch; None: nothing is compared with their rows of logits.
         gap: between the engine and the policy that it held, over tokens that were sampled by these same weights.
         difference: the same over all tokens.
-        repeated: difference between the log-probs before the generation's first step and those of this step's
-            forward, over the tokens that have both.
-        draws: of the draws proof, over the tokens of the drawn rollouts.
-        kept_sets: of the proof of kept ids, at drawn tokens.
+        repeated: from the log-probs before the generation's first step to those of this step, where both exist.
+        draws: over the tokens of the drawn rollouts.
+        kept_sets: at drawn tokens.
     """
 
     kept_rows: DrawnRows | None = None
@@ -319,9 +282,7 @@ class TokenEvidence:
     def figures(self, tally: Tally, aside: int, limit: Tolerance) -> dict[str, float]:
         """The figures to log of an optimizer step: the gap with its parts, and the difference under TRL's names.
 
-        Args:
-            tally: of the step; it has how far the policy has moved since it sampled.
-            aside: number of tokens that were left aside.
+        `tally` has how far the policy has moved since it sampled; `aside` counts the tokens that were left aside.
         """
         gap, difference, kept = self.gap, self.difference, self.kept_sets
         older = (difference.sum_abs - gap.sum_abs) / max(difference.tokens, 1)
@@ -362,12 +323,7 @@ def gap_of(
 ) -> tuple[GapStats, GapStats]:
     """The parity gap, over tokens that these same weights sampled, and the difference over all tokens.
 
-    Args:
-        behaviour: (N,) the engine's log-probs.
-        policy: (N,) log-probs under the weights that the engine held in its last call.
-
-    Raises:
-        ProofError: a log-prob is not finite.
+    `policy` has (N,) log-probs under the weights that the engine held in its last call.
     """
     names, lengths = [s.name for s in sequences], [s.length for s in sequences]
     every = measure_gap(behaviour, policy, names, lengths)

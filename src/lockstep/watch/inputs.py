@@ -60,13 +60,7 @@ _NOT_RULES = ("version", "truncation", "padding", "model")
 
 
 def model_meaning(model: Any, tokenizer: Any, end_ids: tuple[int, ...], images: Any = None) -> dict[str, Any]:
-    """What the files beside a model's weights mean, by file, in JSON types.
-
-    Args:
-        model: the causal language model, as it was loaded.
-        end_ids: the tokens that end a completion.
-        images: the image processor; None: there is none.
-    """
+    """What the files beside a model's weights mean, by file, in JSON types. `end_ids` are those of a completion."""
     found = {
         _CONFIG: _meaning(model.config.to_dict(), _NO_MEANING),
         "generation_config.json": {"end tokens": sorted(end_ids)},
@@ -108,11 +102,7 @@ def changed_meaning(earlier: Mapping[str, Any], now: Mapping[str, Any], *, same_
     """What of a model's files has changed, one text per file.
 
     Another version of a library may know more fields, or fewer, and may write the rules of a tokenizer in another
-    way. Then only fields that both versions know are compared.
-
-    Args:
-        earlier, now: results of `model_meaning`.
-        same_libraries: whether both were made by the same versions of the libraries that read the files.
+    way. Without the `same_libraries` only fields that both versions know are compared.
     """
     found = []
     for file in sorted(earlier.keys() | now.keys()):
@@ -169,11 +159,7 @@ _READERS = ("transformers", "tokenizers")
 
 
 def surroundings(*, use_cpu: bool = False) -> dict[str, Any]:
-    """Versions by package, the device, and the number of this process's threads.
-
-    Args:
-        use_cpu: whether the run uses no GPU.
-    """
+    """Versions by package, the device, and the number of this process's threads."""
     return {"versions": versions(), "device": device(use_cpu=use_cpu), "threads": torch.get_num_threads()}
 
 
@@ -190,8 +176,8 @@ def versions() -> dict[str, str]:
 def installed_version(name: str) -> str | None:
     """The version of a package; None without its metadata, as in a source tree that is not installed.
 
-    A process reads each version once: a package that is installed later is not the one that this process computes
-    with, and to read all of them takes longer than a step of a small model.
+    A process reads each version once: it computes with the packages of its start, and reading all of them takes longer
+    than a step of a small model.
     """
     try:
         return version(name)
@@ -222,24 +208,14 @@ def changed_surroundings(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 def check_surroundings(changed: Sequence[str], *, bitwise: bool, accept: bool) -> None:
-    """Warn about a resume with other surroundings, or refuse it.
-
-    Args:
-        changed: from `changed_surroundings`.
-        bitwise: whether the user has asked for results that are equal to the bit.
-        accept: whether changes are wanted.
-
-    Raises:
-        InputError: something has changed, results must be equal to the bit, and `accept` is False.
-    """
+    """Warn about a resume with other surroundings; `InputError` if it must be `bitwise` equal and is not accepted."""
     if not changed:
         return
     what = "; ".join(changed)
     if bitwise and not accept:
         raise InputError(
-            f"full_determinism asks for results that are equal to the bit, and the run began elsewhere: "
-            f"{what}. Go on there, set "
-            "resume_with_changes=true to go on here, or leave full_determinism out"
+            "full_determinism asks for results that are equal to the bit, and the run began elsewhere: "
+            f"{what}. Go on there, set resume_with_changes=true to go on here, or leave full_determinism out"
         )
     _logger.warning(f"the run goes on elsewhere than it began, so that its last bits may differ: {what}")
 
@@ -289,9 +265,7 @@ def changed_digests(earlier: Mapping[str, str], now: Mapping[str, str]) -> list[
 def changed_inputs(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What of a run's data, code and model differs from the start before, in words.
 
-    Args:
-        earlier, now: the inputs of a run, as its receipt has them. An older Lockstep has digested code in
-            another way, and no model.
+    `earlier` may be from an older Lockstep, which has digested code in another way, and no model.
     """
     changed = changed_digests(earlier["data"], now["data"])
     if "model" not in earlier:
@@ -308,22 +282,12 @@ def changed_inputs(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
 
 
 def check_inputs(changed: Sequence[str], *, accept: bool, hint: str = "") -> None:
-    """Refuse to resume with other inputs, unless that is wanted.
-
-    Args:
-        changed: names of the inputs that have changed since the run was interrupted.
-        accept: whether changed inputs are wanted.
-        hint: what is known of the cause; empty, or a sentence with a space at its end.
-
-    Raises:
-        InputError: an input has changed, and `accept` is False.
-    """
+    """Raise `InputError` if inputs have changed and that is not accepted. `hint`: empty, or a sentence and a space."""
     if changed and not accept:
         more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
         raise InputError(
-            f"the run cannot go on as it began, because these have changed since: "
-            f"{', '.join(changed[:_NAMED])}{more}. {hint}Put "
-            "the old ones back, set resume_with_changes=true to go on with the new ones (the receipt will say "
-            "so), or give another "
+            "the run cannot go on as it began, because these have changed since: "
+            f"{', '.join(changed[:_NAMED])}{more}. {hint}Put the old ones back, set "
+            "resume_with_changes=true to go on with the new ones (the receipt will say so), or give another "
             "output_dir to start from the beginning"
         )

@@ -58,9 +58,7 @@ class Tokens:
 def by_logps(method: str, completions: Sequence[Tokens], settings: Any, beta: float) -> list[Derivative]:
     """(N,) derivatives of the loss of each completion by its log-probs.
 
-    Args:
-        method: as in `AdvantageProof`.
-        beta: weight of the KL in the loss, or of the reference model in a preference; 0: none.
+    `beta` weighs the KL in the loss, or the reference model in a preference; 0: none.
     """
     if method == "online_dpo":
         return _pairs(completions, settings, beta)
@@ -108,17 +106,9 @@ def by_values(completions: Sequence[Tokens], settings: Any) -> list[Derivative]:
 def check(
     what: str, names: Sequence[str], due: Sequence[Derivative], found: Sequence[Array], packs: Sequence[int]
 ) -> int:
-    """Compare derivatives.
+    """Compare derivatives, one array per completion, and count the tokens that were compared.
 
-    Args:
-        names, due, found: one of each per completion.
-        packs: number of tokens of each pack. Rounding is judged by the largest derivative of a pack.
-
-    Returns:
-        The number of tokens that were compared.
-
-    Raises:
-        ProofError: one differs by more than rounding.
+    Rounding is judged by the largest derivative of a pack; `packs` has the number of tokens of each.
     """
     values, near, own = (
         np.concatenate(parts) for parts in ([d.values for d in due], [d.near for d in due], list(found))
@@ -264,11 +254,7 @@ class LossGradient:
         self._watched.append((batch, found))
 
     def check(self) -> None:
-        """Compare, after the backward of every pack.
-
-        Raises:
-            ProofError: a gradient is not what the method's formula gives.
-        """
+        """Compare, after the backward of every pack."""
         if self._method is None or not self._watched:
             return
         beta, config = self._beta(), self._objective.config

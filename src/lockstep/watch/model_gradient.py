@@ -111,11 +111,7 @@ class ModelGradient:
         self._is_first, self.part, self._unproven = True, None, ""
 
     def is_due(self, step: int) -> bool:
-        """Whether a part of a step is checked. All ranks give the same answer.
-
-        Args:
-            step: number of steps before this one.
-        """
+        """Whether a part of the step after `step` steps is checked. All ranks give the same answer."""
         return (step + self._config.seed) % EVERY == 0
 
     def begin(
@@ -125,17 +121,13 @@ class ModelGradient:
         learned: Sequence[Sequence[TrainingSequence]],
         step: int,
     ) -> Checked:
-        """Before the first forward of a step: check the first step, and draw the part of a step whose gradient is
-        checked.
+        """Before a step's first forward: check the first step, and draw the part of a step that is checked.
 
         Args:
             sequences: those of the step, over all ranks.
             learned: those with a gradient, in the micro-batches of this rank; empty if scores are not all that has a
                 gradient.
             step: number of steps before this one.
-
-        Raises:
-            ProofError: the backward gives another gradient than finite differences of a plain forward.
         """
         self.part = None
         due = self.is_due(step)
@@ -158,12 +150,7 @@ class ModelGradient:
         return self._sum_checked(policy, sequences, named, step)
 
     def finish(self, policy: Policy, sequences: Sequence[TrainingSequence], step: int) -> Checked:
-        """After the last backward of a step, before its gradients are clipped: check what the drawn part has added to
-        them.
-
-        Raises:
-            ProofError: the part's gradient is not the slope of a plain forward, or, where that is in doubt, as `begin`.
-        """
+        """After a step's last backward, before gradients are clipped: check what the drawn part has added to them."""
         part, self.part = self.part, None
         if part is None:
             return Checked({})
@@ -196,9 +183,7 @@ class ModelGradient:
     def _checked_again(
         self, policy: Policy, sequences: Sequence[TrainingSequence], added: Added, drawn: Drawn, limit: float
     ) -> float | None:
-        """How far what a part has added is from the same gradient, computed again.
-
-        No trained tensor may hold a gradient.
+        """How far what a part has added is from the same gradient, computed again. No trained tensor may have one.
 
         Under autocast the part is also computed without it, and compared with the slope of the plain forward.
         """
@@ -218,9 +203,7 @@ class ModelGradient:
         return limit, limit > gradient_limit(torch.float64)
 
     def _autocast(self, policy: Policy) -> torch.dtype | None:
-        """The dtype of autocast over weights in float32, whose gradients exist without it too; None: there is no such
-        autocast.
-        """
+        """The dtype of autocast over float32 weights, whose gradients exist without it too; None: no such autocast."""
         return self._config.precision.autocast if policy.model.dtype == torch.float32 else None
 
     def _named(self) -> dict[str, torch.nn.Parameter]:
@@ -282,10 +265,7 @@ class ModelGradient:
 
         Rounding may now and then add up in the gradients of a few tensors, in float32 too (SmolLM2-135M after 250
         steps: 0.05 in one of some 30 sums, 0.003 to 0.02 in the others). A fault is there in most sums. So the
-        majority of five is judged.
-
-        Raises:
-            ProofError: the gradient of most drawn sums is over the limit, or that of one is not finite.
+        majority of five is judged; a gradient that is not finite is refused at once.
         """
         failed: list[ProofError] = []
         error: float | None = None
@@ -334,10 +314,7 @@ class ModelGradient:
             return exact.distance()
 
     def _computed(self, compute: Callable[[], float | None]) -> float | None:
-        """What is computed; None if it says nothing, or if an operation refuses a wide dtype.
-
-        Then `_unproven` has the reason.
-        """
+        """What is computed. None: it says nothing, or an operation refuses a wide dtype (`_unproven` says why)."""
         self._unproven = ""
         try:
             found = compute()
@@ -426,10 +403,7 @@ def _not_provable(policy: Policy, named: Mapping[str, torch.nn.Parameter]) -> st
 
 
 def refuses_a_dtype(trouble: Exception) -> bool:
-    """Whether a kernel refuses a dtype, as each library does in its own way.
-
-    A fault of a device or of memory is another.
-    """
+    """Whether a kernel refuses a dtype, as each library does in its own way. A fault of a device is another."""
     if isinstance(trouble, NotImplementedError) or type(trouble).__module__.startswith("triton"):
         return True
     if isinstance(trouble, KeyError):
@@ -485,14 +459,7 @@ _AMONG = 4
 
 
 class CheckedPart:
-    """The part of one step, on one rank.
-
-    Args:
-        names: of its sequences, which have a gradient and stay in one pack.
-        named: the trained tensors.
-        distribution: the one that the sequences were sampled from.
-        seed: draws the direction.
-    """
+    """The part of one step, on one rank: named sequences that have a gradient and stay in one pack."""
 
     def __init__(
         self,
@@ -518,10 +485,7 @@ class CheckedPart:
 
     @contextmanager
     def watch(self, pack: Pack, scores: TokenScores) -> Iterator[None]:
-        """A context for the loss of a pack and its backward.
-
-        What the pack of the part adds to the gradients is kept.
-        """
+        """A context for the loss of a pack and its backward, which keeps what the part's pack adds to the gradients."""
         if pack.sequences[0].name not in self._names:
             yield
             return
@@ -536,8 +500,7 @@ class CheckedPart:
         self._added.read()
 
     def gradient(self, model: PreTrainedModel, critic: torch.nn.Module | None) -> tuple[Added, Drawn] | None:
-        """What the part has added to the gradients, and its sum of scores, both divided by the size of the sum's
-        coefficients.
+        """What the part has added to the gradients, and its sum of scores, divided by the size of the coefficients.
 
         None if the loss has no gradient at the part's tokens.
         """
@@ -559,9 +522,7 @@ def _keep(flow: torch.Tensor, gradient: torch.Tensor) -> None:
 def draw_part(
     batches: Sequence[Sequence[TrainingSequence]], draws: np.random.Generator
 ) -> list[TrainingSequence]:
-    """The shortest of some drawn units of a step's sequences with a gradient; empty if there is none without
-    pictures.
-    """
+    """The shortest of some drawn units of sequences with a gradient and no pictures; empty if there is none."""
     units = [unit for batch in batches for unit in units_of(batch) if all(s.pictures is None for s in unit)]
     if not units:
         return []

@@ -68,7 +68,7 @@ class ProbeRecord:
 
     Attributes:
         errors: per probed checkpoint tensor, the largest difference of its outputs, minus their rounding, ÷ their rms.
-        modules: number of probed modules. `of_modules` is the number of modules that can be probed.
+        modules, of_modules: how many modules were probed, of how many that can be.
         unreached: engine parameters that no probe reaches.
         servers: URLs of the servers of which a module is over the limit; empty if the engine is not several servers.
         codes: number of modules in 8 bits whose codes and scales were compared.
@@ -136,11 +136,9 @@ class HeldForm(Protocol):
 
 
 class ModuleProbe:
-    """Compares an engine's modules with a model's weights.
+    """Compares an engine's modules with a model's weights, which it only reads.
 
     Args:
-        model: the trained model; only read.
-        engine: an engine that should hold the same weights.
         engine_dtype: dtype to which the engine casts weights.
         source: the weights that the engine should compute with; None: those that a push of the model sends. Weights
             of a given source are in the engine's dtype already, or are sums of such weights.
@@ -175,12 +173,7 @@ class ModuleProbe:
 
     @torch.no_grad()
     def measure(self, seed: int, *, every: bool) -> ProbeRecord:
-        """Errors of the modules for the probe input of `seed`.
-
-        Args:
-            every: whether to probe all modules and compare all their outputs; otherwise a sample, as at a push during
-                a run.
-        """
+        """Errors for the probe input of `seed`: of `every` module and output, or of a sample, as in a run."""
         start = time.perf_counter()
         # Made again for every probe and for every push, because the active adapter may have changed.
         self._source = self._weights()
@@ -217,9 +210,7 @@ class ModuleProbe:
         )
 
     def _compared_codes(self, names: list[str]) -> tuple[int, tuple[str, ...]]:
-        """The number of modules whose codes and scales were compared, and the names of those that differ from the
-        trainer's.
-        """
+        """How many modules' codes and scales were compared, and the names of those that differ from the trainer's."""
         told: dict[str, str] = {}
         for scheme in dict.fromkeys(self.modules.probed[name].quantization for name in names):
             own = [name for name in names if self.modules.probed[name].quantization == scheme]
@@ -255,9 +246,7 @@ class ModuleProbe:
         return sum(size for name, size in weights.items() if name in reached) / sum(weights.values())
 
     def _comparable(self, found: EngineModules) -> EngineModules:
-        """Leave out modules whose outputs are not the outputs of the named weights in order (a loader that pads or
-        merges).
-        """
+        """Leave out modules whose outputs are not those of the named weights in order (loaders pad and merge)."""
         probed, unreached = {}, list(found.unreached)
         for name, module in found.probed.items():
             if self._all_outputs(module) == module.outputs:
@@ -297,9 +286,7 @@ class ModuleProbe:
     def _parts(
         self, module: ProbedModule, answer: torch.Tensor, seed: int, every: bool
     ) -> list[tuple[tuple[str, ...], torch.Tensor | None]]:
-        """An answer split by the module's tensors, (inputs, outputs) each.
-
-        All are None if the answer has the wrong size.
+        """An answer split by the module's tensors, (inputs, outputs) each; all None if the answer has the wrong size.
 
         An expert's output depends on all of its tensors together.
         """
@@ -377,8 +364,7 @@ class ModuleProbe:
     def _distance(self, pair: _Compared, own: Iterator[torch.Tensor]) -> float:
         """max over outputs of |engine − trainer|, minus the rounding of the output itself, ÷ rms(size).
 
-        Args:
-            own: gives the tensors of `pair.of_trainer`, on the host.
+        `own` gives the tensors of `pair.of_trainer`, on the host.
         """
         expected, size, *inner = (next(own) for _ in pair.of_trainer)
         rounded = sum(inner, start=expected.abs())
@@ -397,12 +383,7 @@ class ModuleProbe:
 
 
 def check_probe(record: ProbeRecord, version: int) -> None:
-    """Check a probe's errors against their limit.
-
-    Raises:
-        ProofError: a module's outputs differ from the outputs of the trainer's weights, or its codes from their
-            codes. The message names the layers.
-    """
+    """Check a probe's errors against their limit, and that no codes differ. The message names the layers."""
     failed = record.failed
     if not failed:
         _check_codes(record, version)

@@ -55,16 +55,7 @@ class Expected:
 
 
 class OptimizerRule:
-    """The rule of an optimizer over a list of parameters.
-
-    Args:
-        settings: the settings of the optimizer.
-        parameters: the trained parameters.
-        names: their names.
-
-    Raises:
-        ProofError: a trained parameter is in no group of the optimizer, or in two.
-    """
+    """The rule of an optimizer. Raises `ProofError` if a trained parameter is in no group, or in two."""
 
     def __init__(
         self, settings: OptimizerSettings, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]
@@ -118,9 +109,7 @@ class OptimizerRule:
     ) -> Expected | None:
         """What the step must make of drawn elements; None where the rule is not known.
 
-        Args:
-            gradients: (N,) as the optimizer sees them.
-            rates: learning rate of each group.
+        `gradients` are (N,) as the optimizer sees them; `rates` has the learning rate of each group.
         """
         if before.moments is None or not self.known:
             return None
@@ -166,8 +155,7 @@ class Rates:
     """The learning rates of a run.
 
     Attributes:
-        scheduler: the run's scheduler.
-        schedule: its name; None: the user made the scheduler, or gave it options, so that no formula is known.
+        schedule: name of the schedule; None: the user made the scheduler, or gave it options, so no formula is known.
         warmup, total: as in `rate_factor`.
         start: number of steps before training began; above 0 for a resumed run.
         settings: the optimizer's settings. They have the rates before the schedule, and those that a user has set.
@@ -185,14 +173,7 @@ class Rates:
     plateau: PlateauSchedule | None = None
 
     def at(self, step: int) -> list[float]:
-        """The learning rate of each group in a step.
-
-        Args:
-            step: number of steps before this one.
-
-        Raises:
-            ProofError: the optimizer has other rates.
-        """
+        """Check the learning rate of each group in the step after `step` steps, and return them."""
         if self.metrics is not None:
             return [self._of_group(index, due, step) for index, due in enumerate(self._by_metric(step))]
         # The first step of a resumed run has the rate that its checkpoint was written with, even if the run is longer
@@ -264,8 +245,7 @@ def _wrong(found: str) -> ProofError:
         "learning_rate",
         found,
         "something other than the scheduler or a callback of yours set the learning rate, or the scheduler "
-        "belongs to another "
-        "run or step",
+        "belongs to another run or step",
         "give the learning rate in the config (learning_rate, lr_scheduler_type, warmup_steps), or a "
         "scheduler of your own with "
         "the optimizer; resume with the checkpoint's scheduler.pt and the same settings",

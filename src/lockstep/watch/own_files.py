@@ -79,8 +79,7 @@ class OwnFiles:
     """The files that were reached so far.
 
     Attributes:
-        changed: names whose values are not compared: functions in these files change them, or they differ between
-            processes.
+        changed: names whose values are not compared: functions in these files change them, or processes differ in them.
     """
 
     def __init__(self) -> None:
@@ -121,7 +120,7 @@ class OwnFiles:
         )
 
     def reach_object(self, path: Path, value: Any) -> str | None:
-        """Take the file of a function or class; of a script, what the object names. Returns the object's text.
+        """Take the file of a function or class, or what the object names in a script, and return the object's text.
 
         None: the file is not the user's own, or does not have the object.
         """
@@ -320,9 +319,7 @@ def _identifiers(node: ast.AST) -> set[str]:
 
 
 def _globals_of(node: ast.AST) -> set[str]:
-    """Names of a piece of code that stand for globals of its module, as Python itself sees it; all names if it cannot
-    say.
-    """
+    """Names in code that stand for globals of its module, as Python sees it; all names if it cannot say."""
     try:
         scopes = [symtable.symtable(ast.unparse(node), "", "exec")]
     except SyntaxError:
@@ -347,9 +344,7 @@ def _globals_of(node: ast.AST) -> set[str]:
 
 
 def changed_names(text: str) -> set[str]:
-    """Names whose values the functions in a text change, or that differ between two processes; empty if it is no
-    Python.
-    """
+    """Names whose values a text's functions change, or in which processes differ; empty if it is no Python."""
     try:
         return _changed(ast.parse(textwrap.dedent(text)))
     except (SyntaxError, ValueError):
@@ -402,10 +397,7 @@ def _locals(function: ast.AST) -> set[str]:
 
 
 def _changes(code: ast.AST) -> Iterator[tuple[str, bool]]:
-    """The names of what a piece of code changes in place: the attribute, the collection, or the object that has it.
-
-    The second value says whether it is an attribute of `self` itself.
-    """
+    """Names of what code changes in place: attribute, collection or owner; and whether it is an attribute of `self`."""
     for inner in map(_without_index, _changed_places(code)):
         if name := _last_name(inner):
             yield (
@@ -484,11 +476,7 @@ _LOCKSTEP = Path(__file__).resolve().parents[2]
 
 
 def _module_files(name: str, path: Path) -> Iterator[Path]:
-    """The files of a module and of the packages around it. No code runs.
-
-    Args:
-        path: the file that imports it, for a relative name.
-    """
+    """The files of a module, which `path` imports, and of the packages around it. No code runs."""
     level = len(name) - len(name.lstrip("."))
     parts = [part for part in name.lstrip(".").split(".") if part]
     if level:

@@ -53,10 +53,7 @@ OWN_DTYPE = Precision()
 def sequence_logits(
     model: PreTrainedModel, ids: Sequence[int], precision: Precision = OWN_DTYPE
 ) -> torch.Tensor:
-    """(len(ids), V) float32 logits of one sequence, in evaluation mode.
-
-    They are in one tensor, without a limit on its size.
-    """
+    """(len(ids), V) float32 logits of one sequence, in evaluation mode, in one tensor of any size."""
     return torch.cat(list(logit_chunks(model, ids, 0, precision)))
 
 
@@ -113,9 +110,7 @@ def _tempered(
     precision: Precision,
     pictures: PromptPictures | None,
 ) -> torch.Tensor:
-    """`completion_logps` where nothing but the temperature shapes the logits: many rows at a time, on the model's
-    device.
-    """
+    """`completion_logps` where only the temperature shapes the logits: many rows at a time, on the model's device."""
     targets, scores = torch.tensor(tokens), []
     for logits in logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision, pictures):
         own, targets = sent(targets[: len(logits)], logits.device), targets[len(logits) :]
@@ -131,11 +126,7 @@ def sampled_logps(
     *,
     kept: bool = True,
 ) -> torch.Tensor:
-    """The trainer's log-probs of a completion's sampled tokens.
-
-    Args:
-        kept: whether to score them among the engine's kept ids, if there are any.
-    """
+    """The trainer's log-probs of a completion's sampled tokens, with `kept` among the engine's kept ids, if any."""
     sets, places = sets_of_all(completion) if kept else None, completion.sampled_places
     if not len(places):
         # A rollout may have ended before its first sampled token.
@@ -151,10 +142,7 @@ def sampled_logps(
 
 
 def sets_of_all(completion: Completion) -> KeptIds | None:
-    """One set for each id of a completion.
-
-    Inserted ids, whose log-probs nobody reads, get the id itself as their set.
-    """
+    """One set for each id. Inserted ids, whose log-probs nobody reads, get the id itself as their set."""
     kept = completion.kept_ids
     if kept is None or completion.sampled is None:
         return kept
@@ -174,11 +162,7 @@ def logit_chunks(
     precision: Precision,
     pictures: PromptPictures | None = None,
 ) -> Iterator[torch.Tensor]:
-    """(rows, V) float32 logits of all positions from one on, a few rows at a time.
-
-    Args:
-        first: the first position.
-    """
+    """(rows, V) float32 logits of all positions from `first` on, a few rows at a time."""
     inner = causal_model(model)
     row = sent(torch.tensor([list(ids)]), inner.device)
     was_training, shards = model.training, sharded(model)
@@ -239,9 +223,7 @@ def plain_scores(
     completions: Sequence[Completion],
     distribution: Distribution,
 ) -> torch.Tensor:
-    """(3, N) log-prob, entropy and critic's value of every sampled token, on the model's device.
-
-    Without a critic the values are 0.
+    """(3, N) log-prob, entropy and critic's value (0 without a critic) of every sampled token, on the model's device.
 
     Padding comes after the scored tokens, so that causal attention hides it.
     """
@@ -271,13 +253,9 @@ def plain_scores(
 def _of_rows(
     completion: Completion, places: Ids, logits: torch.Tensor, distribution: Distribution
 ) -> torch.Tensor:
-    """(2, n) log-probs and entropies of n sampled tokens of a completion, from their (n, V) logits, on the device of
-    these.
+    """(2, n) log-probs and entropies of tokens at (n,) places of a completion, from (n, V) logits, on their device.
 
     Filters, penalties and grammars are applied on the host.
-
-    Args:
-        places: (n,) of the tokens in the completion.
     """
     prompt, tokens = completion.prompt_ids.tolist(), completion.token_ids.tolist()
     if distribution.is_tempered_only and completion.kept_ids is None:
@@ -308,11 +286,8 @@ _CONVOLUTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A change of one tensor: `size` × rows ⊗ columns. A vector changes by `size` × rows.
-
-    Attributes:
-        rows: (R,) float64, along the first dimension.
-        columns: (C,) float64, along all others; None for a vector.
+    """A change of one tensor: `size` × (R,) rows ⊗ (C,) columns, in float64. A vector, without columns, changes by
+    `size` × rows.
     """
 
     size: float
@@ -336,11 +311,8 @@ class Move:
 class Widened(TorchDispatchMode):
     """A context in which every operation of PyTorch computes in a wider dtype. Gradients must be off.
 
-    Operations of other libraries, such as those that unpack 4-bit weights, run as they are.
-
-    Args:
-        moves: how weights are changed, by the id of the tensor.
-        dtype: float64 or float32. Tensors of a wider dtype stay as they are.
+    Operations of other libraries, such as those that unpack 4-bit weights, run as they are. Tensors of a dtype that is
+    wider than `dtype` stay as they are. `moves` change weights, by the id of the tensor.
     """
 
     def __init__(self, moves: Mapping[int, Move], dtype: torch.dtype = torch.float64) -> None:
@@ -475,10 +447,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
-    """A value with every leaf changed.
-
-    Arguments of PyTorch's operations nest in nothing but lists; its own `tree_map` is slow.
-    """
+    """A value with every leaf changed. Arguments of operations nest in lists alone; PyTorch's `tree_map` is slow."""
     if isinstance(value, (list, tuple)):
         return [_each(change, part) for part in value]
     return change(value)
@@ -487,10 +456,9 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 def _products(
     rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, *rest: Any, **more: Any
 ) -> torch.Tensor:
-    """(T, N) products of groups of rows, each with its own (K, N) matrix. PyTorch's operation takes no float64.
+    """(T, N) products of E groups of rows, each with its own (K, N) matrix. PyTorch's operation takes no float64.
 
-    Args:
-        ends: (E,) where each group of rows ends.
+    `ends` is (E,): where each group of rows ends.
     """
     bounds = [0, *ends.tolist()]
     pairs = zip(bounds[:-1], bounds[1:], matrices, strict=True)

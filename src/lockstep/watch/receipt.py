@@ -55,8 +55,7 @@ class Receipt:
     def append(self, entry: dict[str, Any], *, durable: bool = False) -> None:
         """Write one entry without its secrets. If it is `durable`, it is on the disk when this returns.
 
-        Raises:
-            OSError: the entry cannot be written. The receipt is as it was before.
+        An `OSError` leaves the receipt as it was before.
         """
         body = without_nan({**without_secrets(entry, by_name=False), "previous": self._last})
         own = _hash(body)
@@ -81,10 +80,7 @@ def read_receipt(path: Path) -> list[dict[str, Any]]:
 
 
 def check_receipt(path: Path) -> int:
-    """Compute a receipt's chain again, and check that it names the checkpoints of the same directory.
-
-    Returns:
-        Number of lines.
+    """Compute a receipt's chain again, check that it names the checkpoints of its directory, and count its lines.
 
     Raises:
         InputError: a line was changed, removed or added, or the checkpoints were written with another receipt.
@@ -100,10 +96,7 @@ def check_receipt(path: Path) -> int:
 
 
 def read_log(path: Path) -> list[str]:
-    """The lines of a log.
-
-    Bytes that are no text become U+FFFD: a line of the receipt with one does not fit its hash.
-    """
+    """The lines of a log. Bytes that are no text become U+FFFD: such a line of the receipt does not fit its hash."""
     return [line for line in path.read_bytes().decode(errors="replace").split("\n") if line]
 
 
@@ -113,11 +106,7 @@ def lines_up_to(lines: list[str], step: int) -> list[str]:
 
 
 def check_chain(lines: list[str]) -> None:
-    """Compute the chain of a receipt again, and compare.
-
-    Raises:
-        InputError: a line was changed, removed or added. The message contains its number.
-    """
+    """Compute the chain of a receipt again. An `InputError` names the line that was changed, removed or added."""
     previous = _FIRST
     for number, line in enumerate(lines, start=1):
         try:

@@ -62,15 +62,7 @@ def check_reference_scores(
     precision: Precision,
     limit: Tolerance,
 ) -> None:
-    """Score one completion again with the reference model, as a plain row, and compare.
-
-    Args:
-        logps: (T,) the log-probs of the sampled tokens that the loss will use.
-        limit: for two forwards in the trainer's precision.
-
-    Raises:
-        ProofError: they differ.
-    """
+    """Score one completion again with the reference model, as a plain row, and compare with the loss's (T,) `logps`."""
     gap = (sampled_logps(model, completion, distribution, precision) - torch.tensor(logps)).abs()
     mean, largest = float(gap.mean()), float(gap.max())
     if not (mean <= limit.mean_of(len(gap)) and largest <= limit.largest(len(gap))):
@@ -84,15 +76,12 @@ def check_reference_scores(
 
 
 class FrozenWeights:
-    """Tensors that training must not change.
+    """Tensors that training must not change. Raises `ProofError` if one shares its memory with a trained tensor.
 
     Args:
         tensors: the frozen tensors by name. Of sharded tensors, this rank proves its part.
         trained: the tensors that the optimizer changes.
         seed: draws which tensors are read again.
-
-    Raises:
-        ProofError: a frozen tensor shares its memory with a trained one.
     """
 
     def __init__(
@@ -123,11 +112,7 @@ class FrozenWeights:
         return self._digests
 
     def check_elements(self) -> None:
-        """Read a few elements of every tensor again, after an optimizer step.
-
-        Raises:
-            ProofError: one of them has changed.
-        """
+        """Read a few elements of every tensor again, after an optimizer step."""
         values = self._drawn.read(list(self._filled.values()))
         same = (values == self._values) | (values.isnan() & self._values.isnan())
         if not bool(same.all()):
@@ -141,11 +126,7 @@ class FrozenWeights:
             )
 
     def check(self, version: int) -> None:
-        """Read drawn tensors again.
-
-        Raises:
-            ProofError: one of them has changed.
-        """
+        """Read drawn tensors again."""
         left, drawn = _BYTES, {}
         for name in np.random.default_rng((self._seed, version)).permutation(sorted(self._tensors)).tolist():
             if left <= 0:
@@ -172,17 +153,7 @@ def check_drawn_scores(
     precision: Precision,
     seed: tuple[int, ...],
 ) -> None:
-    """Compute the reference's log-probs of one drawn completion a second time.
-
-    Args:
-        scorer: the reference model, and how it computes.
-        scores: its log-probs, by name of the sequence.
-        sequences: those of this rank, of which one is drawn; those of the groups have the same names.
-        seed: draws the sequence.
-
-    Raises:
-        ProofError: the second time gives other log-probs.
-    """
+    """Compute the reference's log-probs of one drawn completion of this rank a second time."""
     if not sequences:
         return
     assert scorer.rules is not None
@@ -207,15 +178,9 @@ class ReferenceOutputs:
         self._kept: tuple[FrozenWeights, int, torch.Tensor] | None = None
 
     def check(self, scorer: Policy, frozen: FrozenWeights | None, precision: Precision) -> None:
-        """Score the sequence with the reference, and compare.
+        """Score the sequence with the reference, and compare with the first generation.
 
-        Args:
-            scorer: the reference model, as it scores sequences of the run.
-            frozen: the weights that must stay; another object: the reference may have other weights from now on.
-                None: there is no training yet, and nothing is compared.
-
-        Raises:
-            ProofError: the log-probs differ from those of the first generation.
+        Nothing is compared without `frozen`, before training, or if it is another object: the reference may be new.
         """
         if frozen is None:
             return
@@ -235,15 +200,12 @@ class ReferenceOutputs:
                 return
         raise ProofError(
             "reference_outputs",
-            f"the reference model gives {len(gap)} fixed tokens other log-probs than at the first generation: "
-            f"by {mean:.2g} nats "
-            f"on average and {largest:.2g} at most",
-            "the reference computes with trained weights: its adapter is not switched off, or a module of the "
-            "policy stands in "
-            "its place. The KL divergence is then too small, whatever is learned",
+            f"the reference model gives {len(gap)} fixed tokens other log-probs than at the first "
+            f"generation: by {mean:.2g} nats on average and {largest:.2g} at most",
+            "the reference computes with trained weights: its adapter is not switched off, or a module of "
+            "the policy stands in its place. The KL divergence is then too small, whatever is learned",
             "let nothing replace the reference, its modules, or how peft switches adapters off; otherwise "
-            "this is a defect of "
-            "Lockstep: report it",
+            "this is a defect of Lockstep: report it",
         )
 
 

@@ -41,7 +41,7 @@ _NAMED = 3
 
 
 def seal(folder: Path, memory: Mapping[str, str], state: Mapping[str, Any]) -> str:
-    """Write the digests of a checkpoint. Called when all its files but the trainer's state are written.
+    """Write the digests of a checkpoint, when all its files but the trainer's state are written.
 
     Args:
         memory: digests of the tensors in memory, from `memory_digests`.
@@ -70,13 +70,9 @@ def seal(folder: Path, memory: Mapping[str, str], state: Mapping[str, Any]) -> s
 
 
 def check_sealed(folder: Path, sealed: str) -> None:
-    """Compare the files of a checkpoint with its digests. Nothing is loaded.
+    """Compare the files of a checkpoint with its digests, whose own digest is `sealed`. Nothing is loaded.
 
-    Args:
-        sealed: what `seal` returned, from the receipt.
-
-    Raises:
-        InputError: a file is missing, was changed, or is of another checkpoint or another run. The message names it.
+    An `InputError` names a file that is missing, was changed, or is of another checkpoint or another run.
     """
     path = folder / DIGESTS
     try:
@@ -101,14 +97,9 @@ def check_sealed(folder: Path, sealed: str) -> None:
 
 
 def check_loaded(folder: Path, memory: Mapping[str, str], taken_anew: Collection[str] = ()) -> None:
-    """Compare what is in memory after a checkpoint was loaded with what was in memory when it was written.
+    """Compare tensors in memory after a checkpoint was loaded with those that it was written from.
 
-    Args:
-        memory: digests of the tensors in memory, from `memory_digests`.
-        taken_anew: names that are not compared, because the user wants other values than those of then.
-
-    Raises:
-        ProofError: a tensor of the model, the optimizer or the schedule differs.
+    The user wants other values for the names in `taken_anew`, so that they are not compared.
     """
     wanted = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))["memory"]
     compared = (wanted.keys() | memory.keys()) - set(taken_anew)
@@ -130,9 +121,6 @@ def memory_digests(
 
     If a module is sharded, every rank calls. Then the owner has the digests of the whole tensors, and the others are
     of no use.
-
-    Args:
-        modules: the trained modules, each under a name.
     """
     found: dict[str, torch.Tensor] = {}
     names: dict[torch.Tensor, str] = {}

@@ -65,8 +65,6 @@ class RunWatch:
     """The proofs of one run, on one rank.
 
     Args:
-        engine: the proofs of the engine.
-        scorer: gives rollouts their rewards.
         policy: gives the policy as it is now, with what its forward needs.
         trained: gives the modules that the optimizer changes: the policy, and a critic where the method has one.
         state: gives the trainer's state; its `global_step` is the weight version.
@@ -80,8 +78,7 @@ class RunWatch:
         model_gradient: the proof of the model's own backward.
         hooks: the proof that no hook and no other function appears in the model's forward and backward.
         asked_again: the proof of scores, which asks reward functions again.
-        expected: the advantages and weights that the generation must bring into the loss; None: the method has no
-            definition.
+        expected: what the generation must bring into the loss; None: the method has no definition.
     """
 
     def __init__(
@@ -371,9 +368,7 @@ class RunWatch:
         )
 
     def _prove_backward(self, check: Callable[[int], Checked]) -> None:
-        """Check the model's backward on every rank, log what was found, and write into the receipt what could not be
-        proven.
-        """
+        """Check the model's backward on every rank, log the result, and note in the receipt what was not proven."""
         version = self._step
         with self._clock.phase("verify"):
             found = self._ranks.share("model gradient", lambda: check(version))
@@ -382,10 +377,7 @@ class RunWatch:
             self._engine.note_unproven(version + 1, "model_gradient", why)
 
     def _on_shards(self, name: str, prove: Callable[[], None]) -> None:
-        """Prove something of this rank's shards.
-
-        An error on one rank is raised on all. Without shards all ranks prove the same.
-        """
+        """Prove something of this rank's shards. An error is raised on all ranks. Without shards all prove the same."""
         if self._ranks.passes is None:
             prove()
         else:

@@ -50,21 +50,17 @@ _REPORT = "otherwise this is a defect of Lockstep: report it"
 
 
 class UpdateProof:
-    """The proof of a run's optimizer steps.
+    """The proof of a run's optimizer steps. Raises `ProofError` if one half of an adapter is not trained.
 
     Args:
         trained: the parameters that require a gradient, by name. This set must not change during the run.
         frozen: the other parameters, by name.
-        settings: the settings of the optimizer.
         rates: gives the learning rates of a step.
         max_norm: the norm that gradients are clipped to; 0: they are not clipped.
         seed: draws the elements.
         always: names of trained tensors whose gradients are compared at every step.
         may_rest: names of trained tensors that may have no gradient for many steps.
         gathered: as in `AccumulationProof`, for sharded parameters.
-
-    Raises:
-        ProofError: a trained parameter is not in the optimizer, or one half of an adapter is not trained.
     """
 
     def __init__(
@@ -104,15 +100,7 @@ class UpdateProof:
     # ---- before the optimizer ---------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """Before the first backward of a step.
-
-        Args:
-            step: number of steps before this one.
-
-        Raises:
-            ProofError: a gradient is left from an earlier step, or a parameter has been frozen or freed since
-                training began.
-        """
+        """Before the first backward after `step` steps: no gradient is left, and no parameter was frozen or freed."""
         trained = zip(self._names, self._trained, strict=True)
         if changed := [n for n, p in trained if not p.requires_grad] + [
             n for n, p in self._frozen.items() if p.requires_grad
@@ -137,15 +125,10 @@ class UpdateProof:
 
     @torch.no_grad()
     def gradients(self, share: Share, *, learning: bool) -> None:
-        """After the gradients were summed over all ranks, before they are clipped. Every rank calls this.
+        """After gradients were summed over all ranks, before they are clipped. Every rank calls.
 
-        Args:
-            share: gives every rank's value, in the order of ranks.
-            learning: whether the loss of the step has a gradient.
-
-        Raises:
-            ProofError: the gradients are not the sum of what the backward passes added, or a tensor never gets a
-                gradient.
+        The gradients must be what the backward passes added, and each tensor must get one in time. `share` gives every
+        rank's value, in the order of ranks; `learning` is whether the loss of the step has a gradient.
         """
         assert self._accumulation is not None
         self._accumulation.check(share(self._accumulation.added))
@@ -171,14 +154,7 @@ class UpdateProof:
         self._sparse_kept = self._rule.read(self._sparse)
 
     def clipped(self, norm: float) -> None:
-        """After the gradients were clipped.
-
-        Args:
-            norm: their norm before, as the clip computed it.
-
-        Raises:
-            ProofError: it is another than the norm of the gradients that were there before.
-        """
+        """After gradients were clipped: the norm that the clip computed is that of the gradients before."""
         if self._norm is None:
             self._norm = norm
         coarse = any(p.dtype != torch.float32 for p in self._trained)
@@ -193,11 +169,7 @@ class UpdateProof:
 
     @torch.no_grad()
     def before(self, step: int) -> None:
-        """Just before the optimizer step.
-
-        Raises:
-            ProofError: the gradients are not the clipped ones, or a learning rate is not the schedule's.
-        """
+        """Just before the optimizer step: the gradients are the clipped ones, and the learning rates the schedule's."""
         self._step_rates = self._rates.at(step)
         gradients = [p.grad for p in self._trained]
         self._seen, self._sparse_seen = read_all(
@@ -235,16 +207,10 @@ class UpdateProof:
 
     @torch.no_grad()
     def after(self, step: int, share: Share = lambda part: [part()]) -> dict[str, float]:
-        """Just after the optimizer step, before gradients are cleared and the schedule advances.
+        """Just after the optimizer step, before gradients are cleared and the schedule advances: figures to log.
 
-        Args:
-            share: gives every rank's value, in the order of ranks. With sharded parameters, every rank calls.
-
-        Returns:
-            Figures to log.
-
-        Raises:
-            ProofError: a drawn element is not what the step must make of it, or a tensor never moves.
+        Drawn elements must be what the step makes of them, and each tensor must move in time. `share` gives every
+        rank's value, in the order of ranks. With sharded parameters, every rank calls.
         """
         self._step_rates = self._rates.in_step(self._step_rates)
         found = self._rule.read(self._drawn)
@@ -260,11 +226,7 @@ class UpdateProof:
 
     @torch.no_grad()
     def check_still(self) -> None:
-        """Before a checkpoint is written: weights and the optimizer's state are as the last step left them.
-
-        Raises:
-            ProofError: a drawn element has changed.
-        """
+        """Before a checkpoint is written: weights and the optimizer's state are as the last step left them."""
         now = self._rule.read(self._drawn).elements()
         check_still(self._drawn, self._names, self._kept.elements(), now, "the last optimizer step")
 
@@ -303,9 +265,8 @@ class UpdateProof:
             raise ProofError(
                 "update",
                 f"after step {due.steps[at]:g} the optimizer keeps the moments {got.first[at]:.4g} and "
-                f"{got.second[at]:.4g} "
-                f"(step {got.steps[at]:g}) of an element of {self._name(drawn, at)}; {due.first[at]:.4g} and "
-                f"{due.second[at]:.4g} are right",
+                f"{got.second[at]:.4g} (step {got.steps[at]:g}) of an element of {self._name(drawn, at)}; "
+                f"{due.first[at]:.4g} and {due.second[at]:.4g} are right",
                 "the optimizer's state was lost, reset, or belongs to another step",
                 "resume from a checkpoint with its optimizer.pt, and let nothing change optimizer.state; "
                 + _REPORT,
@@ -450,6 +411,5 @@ def _cause(ratio: float) -> str:
             return cause
     return (
         "the optimizer used another learning rate, other moments or another gradient, or the weights were "
-        "changed or rounded "
-        "beside the step"
+        "changed or rounded beside the step"
     )
