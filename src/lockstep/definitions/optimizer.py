@@ -1,15 +1,8 @@
 """The optimizer's step, its learning rates and its settings, written a second time.
 
-AdamW (arXiv 1711.05101, algorithm 2), in float64. `watch/update.py` compares the optimizer's results with it.
-
-Learning-rate schedules as formulas of the step, or of the metrics of evaluations.
-
-The scheduler's rates are compared with them.
-
-Reads from the fields of a config how the optimizer must be set, a second time.
-
-It is read when a trainer gets its config, before anything else uses the config. The optimizer is compared with it. The
-names of optimizers, and the rule for weight decay, are those of `transformers.Trainer`.
+The step is AdamW's (arXiv 1711.05101, algorithm 2), in float64. Schedules are formulas of the step, or of the metrics of
+evaluations. The settings are read from a config before anything else uses it. The names of optimizers, and the rule for
+weight decay, are those of `transformers.Trainer`.
 """
 
 from __future__ import annotations
@@ -38,9 +31,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings for N elements, each (N,) float64: learning rate, the decay factors of the two means, epsilon,
-    weight decay.
-    """
+    """The settings for N elements, each (N,) float64; `beta1` and `beta2` are the decay factors of the two means."""
 
     rate: torch.Tensor
     beta1: torch.Tensor
@@ -220,11 +211,7 @@ class OptimizerFields:
 
 
 def optimizer_fields(fields: Mapping[str, Any]) -> OptimizerFields:
-    """What a config's fields say about the optimizer.
-
-    Args:
-        fields: the values of all fields by name.
-    """
+    """What a config's fields, by name, say about the optimizer."""
     optimizer = str(getattr(fields["optim"], "value", fields["optim"]))
     settings: dict[str, Any] = {}
     if optimizer in ADAMW or optimizer in LION:

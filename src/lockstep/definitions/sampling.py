@@ -1,15 +1,8 @@
 """The sampling distribution, its settings and the rule of interruptions, written a second time.
 
-The log-prob of a token under a sampling distribution, from raw logits, written a second time in float64.
-
-The order of the steps is vLLM's: allowed ids, bias, repetition penalty, frequency and presence penalty, temperature.
-
-The rule that says when a completion's thinking is interrupted, and with which ids, written a second time.
-
-Reads what the user has asked for from the fields of a config, a second time.
-
-It is read when a trainer gets its config, before anything else uses the config. The values that requests, completions
-and losses really have are compared with it.
+Log-probs are computed from raw logits in float64. The order of the steps is vLLM's: allowed ids, bias, repetition
+penalty, frequency and presence penalty, temperature. What the user has asked for is read from the fields of a config,
+before anything else uses it. The values that requests, completions and losses really have are compared with it.
 """
 
 from __future__ import annotations
@@ -154,11 +147,7 @@ class UserSettings:
 
 
 def user_settings(fields: Mapping[str, Any]) -> UserSettings:
-    """What a config's fields ask for.
-
-    Args:
-        fields: the values of all fields by name.
-    """
+    """What a config's fields, by name, ask for."""
     # TRL's `generation_kwargs` sets the same fields in another way.
     given = {**fields, **(fields.get("generation_kwargs") or {})}
     if given.get("do_sample") is False:

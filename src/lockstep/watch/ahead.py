@@ -1,9 +1,7 @@
 """Proofs of tokens that are older than the weights that learn from them (`max_staleness`).
 
-Most of these tokens are never compared by the gap of their own step, because the weights that sampled them are gone by
-then. So a minimum of tokens of every generation is compared at two other times: when they are used, and before the
-weights that sampled them change. The first shows that both sides give these tokens the same log-probs now, the second
-that they did when the tokens were sampled. The canary is scored with the first.
+The weights that sampled most of these tokens are gone at their own step. So a minimum of tokens of every generation is
+compared at two other times: when they are used, with the canary, and before the weights that sampled them change.
 
 Proof `staleness`.
 Shows: no token is more than `max_staleness` versions older than the policy.

@@ -1,5 +1,4 @@
-"""Digests of the user's code: a function with everything that it reaches, so that a resumed run notices a changed
-reward.
+"""Digests of the user's code, a function with all that it reaches: a resumed run notices a changed reward.
 
 Two things are digested. The *files* of the user's that the function reaches, each whole (`own_files.py`). And the
 *objects* that it reaches when the run begins: the text of functions and classes, and the values of globals,

@@ -1,8 +1,5 @@
 """Proofs of the way from answer to loss: turns hold what was answered, and a loss has what was sampled.
 
-Proof that what is learned is what was sampled: the tensors of a loss hold the ids and log-probs of the engine's
-answers.
-
 Each rollout has a seal from the moment at which the engine's last answer was in (`rollouts/group.py`). The ids that a
 model reads are taken from the pack itself: from its nodes and from who sees whom.
 
@@ -15,10 +12,8 @@ Does not show: that the answer itself belongs to its prompt (`gap`), and its tex
 a user's objective takes from elsewhere.
 When: every micro-batch of every step, before its loss.
 
-The turns proof: a rollout holds exactly what the engine was asked and has answered.
-
-There is one `Record` per rollout. When the program has ended, the record is compared with the rollout's branches. The
-gap proves log-probs up to rounding; this proof is exact.
+One `Record` per rollout is compared with the rollout's branches when its program has ended. The gap proves log-probs up
+to rounding; this proof is exact.
 
 Proof `turns`.
 Shows: in each rollout, every answer of the engine is in exactly one branch: behind the ids and pictures that the
@@ -27,9 +22,7 @@ digests).
 Does not show: that the inserted ids are the right ones.
 When: every rollout of the driver.
 
-The placeholder proof: the engine has sampled no placeholder of a picture.
-
-A model reads the placeholders of a prompt as parts of pictures. A sampled one would shift every picture behind it.
+A model reads placeholders as parts of pictures. A sampled one would shift every picture behind it.
 
 Proof `placeholder`.
 Shows: no sampled id is the placeholder of a picture, which every request of a run with pictures bans

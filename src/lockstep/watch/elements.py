@@ -1,17 +1,10 @@
 """Drawn elements of weights and gradients: how they are read, and proofs that they stay, or add up, as they must.
 
-Drawn elements of many tensors: short windows at drawn places, read with one copy for all tensors.
+They are short windows at drawn places, read with one copy for all tensors. Of a sharded tensor, each rank reads the
+elements that it holds. The others read as zeros, so that the sum over ranks is the whole.
 
-Parameters, gradients and the state of optimizers are read with it. Of a sharded tensor, each rank reads the elements
-that it holds. The others read as zeros, so that the sum over ranks is the whole.
-
-Drawn elements of weights and of the optimizer's state that must not change for a while.
-
-When a checkpoint is written, they are compared with those after the last step: the digests of a checkpoint are made of
-what is in memory then. Before the first step of a resumed run they are compared with those that the checkpoint gave,
-whose digests were compared when it was loaded.
-
-Proof that a step's gradient is the sum of what its backward passes add: nothing is left over, and nothing is cleared.
+When a checkpoint is written, weights and the optimizer's state are compared with those after the last step, and before
+the first step of a resumed run with those that the checkpoint gave. Digests say what was in memory when they were made.
 
 A hook on some drawn parameters keeps what each backward adds at drawn elements.
 

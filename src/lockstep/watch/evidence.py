@@ -1,14 +1,9 @@
 """What the proofs keep of a step's tokens: sums over packs and ranks, and whole rows of logits at drawn tokens.
 
-The tokens are those of an optimizer step, or of a forward without gradient. The gap is over tokens that these same
-weights sampled. The difference is over all tokens, older weights included.
-
-Whole rows of logits at drawn tokens of a micro-batch, and the proofs that need them: temperature and kept ids.
-
-The hidden states of drawn tokens are kept at each forward. When all packs of the micro-batch are through, the output
-head computes their logits once. `watch/settings.py` compares the log-probs of the loss with what the user has asked
-for, by the definitions in `definitions/sampling.py`. `watch/kept_sets.py` compares the engine's kept ids with the
-filters.
+The tokens are those of an optimizer step, or of a forward without gradient. The hidden states of drawn tokens are kept
+at each forward. When all packs of the micro-batch are through, the output head computes their logits once.
+`watch/settings.py` compares the log-probs of the loss with what the user has asked for, and `watch/kept_sets.py` the
+engine's kept ids with the filters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Proofs of the forward: what the loss is computed from, and that nothing new stands in its way.
 
-Proof of the forward that the loss is computed from, at every step of a generation.
-
 At a generation's first step the policy is the one that scored the tokens before. At later steps it has moved. The plain
 forward is under the run's sampling distribution, without packing and shared prefixes.
 
@@ -11,8 +9,6 @@ generations with stale tokens, those of one drawn completion per rank are those 
 that step.
 Does not show: at later steps, a fault in completions that are not drawn.
 When: every step that the gap does not cover completely.
-
-Proof that nothing new stands in the way of the model's forward and backward: hooks, forwards and attention functions.
 
 Proof `hooks`.
 Shows: no hook of a module, a parameter or all modules, no forward, no attention function and no backward of the

@@ -1,7 +1,6 @@
 """The parity gap: the difference between the engine's and the trainer's log-prob of the same token at the same weights.
 
-It is computed from completions (behaviour log-probs) and from the policy's forward in `learn/`. The optimizer step is
-taken only if the gap is within its limits. The gap goes into the receipt.
+The optimizer step is taken only if the gap is within its limits. The gap goes into the receipt.
 
 Proof `gap`.
 Shows: the policy gives every token that it learns from, and every token of the drawn rollouts, the log-prob that the

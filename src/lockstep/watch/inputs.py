@@ -1,19 +1,13 @@
 """Proof of a run's inputs when it continues: data, rewards, settings, the model's files, and its surroundings.
 
-The proof of a run's inputs: its data, reward functions, settings and model files are those with which it began.
+A run writes their digests into the receipt's first line. A resumed run compares them before it loads anything.
 
-A run writes their digests into the receipt's first line (`watch/engine.py`). A resumed run compares them before it
-loads anything.
+Of the model's own files, these are digests of the weights that no checkpoint brings back, and what config, generation
+config, tokenizer and image processor mean. That is what the library that reads a file has made of it: a file that is
+only written again, or lies in another folder, is the same.
 
-The model's own files as inputs of a run: what its config, generation config, tokenizer and image processor mean, and
-digests of the weights that no checkpoint brings back.
-
-The receipt has them. A resumed run compares them before it loads anything. The meaning of a file is what the library
-that reads it has made of it, so that a file that is only written again, or lies in another folder, is the same.
-
-What a run's last bits depend on beside its inputs: versions of packages, the device, and the number of threads.
-
-The receipt notes them at every start. A resumed run compares its own with those of the start before.
+The surroundings are what a run's last bits depend on: versions of packages, the device, and the number of threads. The
+receipt notes them at every start, and a resumed run compares its own with those of the start before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The ids that an engine's filters kept, compared with the trainer's own filters within rounding.
 
-Compares the ids that an engine's filters kept with the trainer's own filters, at drawn tokens.
-
 The trainer scores sampled tokens among the engine's kept ids. Therefore the parity gap does not see a filter that the
 engine applies wrongly or not at all, and this proof does. The whole logits come from the hidden states of the forward
 that proves the tokens, and `FilterBounds` says what the filters keep.
@@ -17,13 +15,9 @@ trainer's own filters keep, up to rounding.
 Does not show: a wrong set of a token that is not drawn (the gap shows it if the log-prob differs).
 When: every request; every generation, 64 tokens per micro-batch.
 
-Which ids min-p, top-k and top-p keep, within the rounding of the logits: ids that are surely kept, and ids that may
-be kept.
-
-Engine and trainer compute logits that differ by rounding. Therefore an id at the edge of a set may be in one set and
-not in the other. An engine's set is compared with these bounds. The order of the filters is that of
-`contract/distribution.py`. Every filter keeps the likeliest ids. Therefore two edges describe what it does for any
-rounding.
+Logits differ by rounding, so an id at the edge of a set may be in one side's set alone. Every filter keeps the likeliest
+ids. Therefore two edges say for any rounding what it keeps: ids that are surely kept, and ids that may be kept. The
+order of the filters is that of `contract/distribution.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Lets the trainer's own forward and backward compute gradients that `watch/finite_differences.py` compares with a
-plain forward.
+"""The trainer's own gradients, which `watch/finite_differences.py` compares with a plain forward.
 
 A drawn sum of scores goes through the model before a step's first forward. A drawn part of a step itself is compared in
 float32, and where it is over a part of its limit, other comparisons decide. Neither weights nor random numbers nor

@@ -1,10 +1,8 @@
-"""The module probe: compares the output of each engine module with the same product, computed with the trainer's
-weights.
+"""The module probe: the output of each engine module is that of the weights that the trainer sends.
 
-The probe uses the weights that the trainer sends (`weights/source.py`; merged if the model has an adapter).
-`Engine.probe` gives the engine's outputs. Both sides get the same input (`contract/probe.py`). A push may be used for
-training only after its probe has passed. The probe finds faults that a comparison of stored tensors cannot find,
-because it uses the weights as the engine computes with them.
+These weights are merged if the model has an adapter (`weights/source.py`). Both sides get the same input
+(`contract/probe.py`). The probe finds faults that a comparison of stored tensors cannot find, because it uses the
+weights as the engine computes with them.
 
 Proof `module_probe`.
 Shows: both sides draw a vector from one seed; each module that the engine runs gives the output that the trainer's

@@ -1,13 +1,8 @@
 """What an optimizer must make of drawn elements, by its rule and by the schedule's learning rate.
 
-What an optimizer must make of drawn elements: read its settings and state, and compute the step a second time.
-
-For torch's AdamW the rule is written in `definitions/optimizer.py`. Others have none.
-
-The learning rates of a step, from the schedule's formula where it is written in `definitions/optimizer.py`.
-
-Most schedules follow the steps. Two of transformers follow the metrics of evaluations (`reduce_lr_on_plateau`,
-`greedy`).
+Settings and state are read, and the step is computed a second time. The rule of torch's AdamW, the only one here, and
+the formulas of some schedules stand in `definitions/optimizer.py`. Most schedules follow the steps; two of transformers
+follow the metrics of evaluations (`reduce_lr_on_plateau`, `greedy`).
 
 Proof `learning_rate`.
 Shows: the rates of the optimizer are the config's, times the schedule's formula (constant, linear, cosine, with

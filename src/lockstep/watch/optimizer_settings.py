@@ -1,5 +1,4 @@
-"""Proof of the optimizer's settings: those that the config gives, read a second time, with the changes that the user
-has made.
+"""Proof of the optimizer's settings: those that the config gives, with the changes that the user has made.
 
 The callbacks of a run are called inside `explained`: what one of the user's callbacks changes is taken, and so is every
 change of an optimizer that the user gave. Such changes stand in the receipt, and a resumed run begins with them. Any

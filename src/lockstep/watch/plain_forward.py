@@ -1,18 +1,10 @@
 """Scores by a plain forward, in the model's dtype, in float32 or in float64, for proofs that need a second opinion.
 
-The trainer's log-probs of given tokens, one plain sequence at a time: no packing, no shared prefixes.
+It takes one plain sequence, or one padded row per completion, without packing, shared prefixes or recomputation: a second
+way to compute the same numbers, which does not depend on the fast path.
 
-It is a second way to compute the same numbers, for proofs that must not depend on the fast path: the canary, the
-decomposition of a gap, and `lockstep verify`.
-
-Scores of completions by a plain forward: one padded row per completion, no packing, no tree, no recomputation.
-
-Finite differences are taken of them, in float64 or float32.
-
-Runs a model's forward in float64 or float32, with weights that are moved a little, and without changing the model.
-
-A weight is widened when an operation reads it, so that only a few wide weights exist at a time, and the live weights
-stay as they are.
+In float64 or float32 the forward may run with weights that are moved a little. A weight is widened when an operation
+reads it. So only a few wide weights exist at a time, and the model's own stay as they are.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """The proofs of a push: the probe of the engine's modules, and the canary.
 
-The proofs of a push: probe the engine's modules, and compare the canary.
-
 `PushWatch` proves the pushes that a run makes. `ProvenPusher` also makes them, for trainers that are not Lockstep's
 own.
 
-The canary: a few fixed sequences that both sides score at the same weight version.
-
-The log-probs come from `Engine.score`, which uses no cache, and from the trainer's plain forward. The canary needs no
-rollouts. So it can run before the first rollout is sampled, and it stands in for rollouts that are older than the
-weights.
+The canary is a few fixed sequences that both sides score at the same weight version: by `Engine.score`, which uses no
+cache, and by the trainer's plain forward. It needs no rollouts. So it can run before the first rollout is sampled, and
+stands in for rollouts that are older than the weights.
 
 Proof canary (`gap`).
 Shows: both sides give four fixed sequences the same log-probs, by another path than sampling.

@@ -1,7 +1,6 @@
 """The receipt of a run: one line per step in `receipt.jsonl`. Each line contains the hash of the line before.
 
-The trainer writes a line after the proofs of each optimizer step have passed. Later the receipt shows which proofs a
-run passed.
+The trainer writes a line after the proofs of each optimizer step have passed, so the receipt shows which a run passed.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """Proofs of what must stay: the reference model, the frozen weights, and what the reference computes.
 
-The proof of what must stay as it is: the reference model, and the frozen weights under an adapter.
-
 Proof `reference`.
 Shows: the reference model and the frozen weights under an adapter have the bytes with which training began (64 MiB of
 drawn tensors per generation, all of them at the start; up to 32 drawn elements of every tensor after each step); they
 share no memory with trained weights; the reference's log-probs of one drawn completion are those of a plain forward.
 Does not show: tensors that were not drawn yet; the other completions.
 When: start; every generation; every step.
-
-The proof that the reference model goes on to compute what it computed when training began.
 
 The proof `reference` reads weights. It does not see which weights the forward of the reference uses: an adapter that
 is left on, or a module of the policy in the reference's place, gives a KL divergence near 0 and changes no frozen

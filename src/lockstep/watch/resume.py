@@ -1,5 +1,4 @@
-"""The proof of a checkpoint: digests of its files and of the tensors in memory, when it is written and when it is
-loaded.
+"""The proof of a checkpoint: digests of files and of tensors in memory, when it is written and when it is loaded.
 
 The digests stand in the checkpoint's `digests.json`, and the digest of that file stands in the receipt's chain. They
 detect accidents: a file that is missing, cut, edited or of another checkpoint, and a tensor that was not loaded. They

@@ -1,7 +1,5 @@
 """Proofs of answers: samples of a group are independent draws, and every answer ends where its request says.
 
-Checks that the samples of a group are independent draws.
-
 With one seed for all requests, all completions of a group are equal (fault A5), and the advantages are always zero.
 With equal seeds in pairs, a group has half as many completions as it seems. A very certain model may rightly repeat
 itself. So the check computes the probability of the repetition under the engine's own log-probs (in which inserted
@@ -14,8 +12,6 @@ beginning of two, is refused if its probability by the engine's own log-probs is
 Does not show: repetitions of a very confident model, which are correct; an engine that gives requests of different
 prompts the same random numbers.
 When: every generation.
-
-The ends proof: every answer ended where its request says that it ends, and for the reason that the engine gives.
 
 Proof `ends`.
 Shows: `stop` means that an end token or a stop string comes last and none came before; `length` means that the limit

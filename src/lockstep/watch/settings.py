@@ -1,7 +1,5 @@
 """Proofs of settings: the engine has those that training assumes, and all have those that the user asked for.
 
-The proof of settings: what the user has asked for is what requests, answers, rewards and the loss really have.
-
 The trainer and the engine read one config. If the config, or the code that reads it, loses a setting, both sides agree
 and no other proof sees it. So this module compares all of these with the user's fields as `definitions/sampling.py`
 reads them.
@@ -39,9 +37,7 @@ Does not show: tokens that are not drawn; a run with bad words, `min_tokens` or 
 min-p; the hidden states (the gap shows them).
 When: every micro-batch: 8 tokens, of every pack its share (64 with filters).
 
-The settings handshake: compares the engine's actual settings with the settings that training assumes.
-
-The settings come from `Engine.settings()`.
+The handshake compares the settings that training assumes with those of `Engine.settings()`.
 
 Proof `handshake`.
 Shows: the engine's *effective* model, architecture, dtype, head dtype, vocabulary, context, log-probs mode,
