@@ -3,10 +3,10 @@
 Corrections are for a parity gap that was measured and accepted. A mask multiplies the loss; it does not change the
 step's token weights.
 
-The estimators of KL(policy ‖ reference) are Schulman's (http://joschu.net/blog/kl-approx.html). For tokens sampled from the policy, the
-mean of k1 and of k3 is the divergence, and the mean gradient of k2 is the divergence's gradient. (The mean gradient
-of k1 is zero; that of k3 is the gradient of KL(reference ‖ policy).) GRPO adds k3 to its loss (arXiv 2402.03300,
-equation 4).
+The estimators of KL(policy ‖ reference) are Schulman's (http://joschu.net/blog/kl-approx.html). For tokens sampled
+from the policy, the mean of k1 and of k3 is the divergence, and the mean gradient of k2 is the divergence's gradient.
+(The mean gradient of k1 is zero; that of k3 is the gradient of KL(reference ‖ policy).) GRPO adds k3 to its loss
+(arXiv 2402.03300, equation 4).
 
 Each takes (N,) log-probs under the policy and under the reference model, and returns (N,) nats, differentiable in both.
 """

@@ -1,9 +1,10 @@
 """The losses of the methods, as functions of log-probs: per token, per completion, and per pair.
 
-Policy losses take importance ratios against the policy at sampling time. Everything is per token on flat (N,) tensors, so that a batch may hold its completions in any order and packing. The
-weights are fixed for a whole optimizer step before its first token is scored. The loss of a step is the sum of `weight
-× token_loss` over its tokens, for any split into micro-batches. `grpo`, `dr_grpo`, `dapo`, `bnpo` and `luspo` weight
-`clipped_policy_loss`; `cispo`, `sapo` and `vespo` have their own losses.
+Policy losses take importance ratios against the policy at sampling time. Everything is per token on flat (N,) tensors,
+so that a batch may hold its completions in any order and packing. The weights are fixed for a whole optimizer step
+before its first token is scored. The loss of a step is the sum of `weight × token_loss` over its tokens, for any split
+into micro-batches. `grpo`, `dr_grpo`, `dapo`, `bnpo` and `luspo` weight `clipped_policy_loss`; `cispo`, `sapo` and
+`vespo` have their own losses.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The optimizer's step, its learning rates and its settings, written a second time.
 
-The step is AdamW's (arXiv 1711.05101, algorithm 2), in float64. Schedules are formulas of the step, or of the metrics of
-evaluations. The settings are read from a config before anything else uses it. The names of optimizers, and the rule for
-weight decay, are those of `transformers.Trainer`.
+The step is AdamW's (arXiv 1711.05101, algorithm 2), in float64. Schedules are formulas of the step, or of the metrics
+of evaluations. The settings are read from a config before anything else uses it. The names of optimizers, and the rule
+for weight decay, are those of `transformers.Trainer`.
 """
 
 from __future__ import annotations

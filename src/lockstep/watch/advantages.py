@@ -1,6 +1,6 @@
 """Proof of advantages and weights: what enters the loss is what the method's definition makes of the scores.
 
-The expected values stand in `definitions/`. They start from the scores, not from the rewards that the run makes of them.
+The expected values stand in `definitions/`. They start from the scores, not from the run's rewards.
 
 Proof `advantages`.
 Shows: the advantage and the weight of every token that enters the loss are what a second implementation in float64

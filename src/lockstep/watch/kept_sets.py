@@ -15,9 +15,9 @@ trainer's own filters keep, up to rounding.
 Does not show: a wrong set of a token that is not drawn (the gap shows it if the log-prob differs).
 When: every request; every generation, 64 tokens per micro-batch.
 
-Logits differ by rounding, so an id at the edge of a set may be in one side's set alone. Every filter keeps the likeliest
-ids. Therefore two edges say for any rounding what it keeps: ids that are surely kept, and ids that may be kept. The
-order of the filters is that of `contract/distribution.py`.
+Logits differ by rounding, so an id at the edge of a set may be in one side's set alone. Every filter keeps the
+likeliest ids. Therefore two edges say for any rounding what it keeps: ids that are surely kept, and ids that may be
+kept. The order of the filters is that of `contract/distribution.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Scores by a plain forward, in the model's dtype, in float32 or in float64, for proofs that need a second opinion.
 
-It takes one plain sequence, or one padded row per completion, without packing, shared prefixes or recomputation: a second
-way to compute the same numbers, which does not depend on the fast path.
+It takes one plain sequence, or one padded row per completion, without packing, shared prefixes or recomputation: a
+second way to compute the same numbers, which does not depend on the fast path.
 
 In float64 or float32 the forward may run with weights that are moved a little. A weight is widened when an operation
 reads it. So only a few wide weights exist at a time, and the model's own stay as they are.
