@@ -137,11 +137,7 @@ def _deviation(values: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def rewards_to_go(
-    rewards: torch.Tensor,
-    kl: torch.Tensor,
-    beta: float,
-    segments: Segments,
-    gamma: float = 1.0,
+    rewards: torch.Tensor, kl: torch.Tensor, beta: float, segments: Segments, gamma: float = 1.0
 ) -> torch.Tensor:
     """Sum of the future rewards of a completion at each of its tokens (REINFORCE++, arXiv 2501.03262).
 

@@ -208,10 +208,7 @@ class AdvantageProof:
                 rewards[c.name], learned[c.name] = value or 0.0, k and c.name not in self._masked
         sums = {
             c.name: define.returns_to_go(
-                rewards[c.name],
-                [0.0] * c.length if grouped else c.divergences,
-                settings.beta,
-                settings.gamma,
+                rewards[c.name], [0.0] * c.length if grouped else c.divergences, settings.beta, settings.gamma
             )
             for c in self._all
         }

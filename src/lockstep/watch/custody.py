@@ -151,7 +151,7 @@ class SampledTokens:
             strange = sorted({*found} ^ {*due}) or [name for name in due if found.count(name) != 1]
             raise _wrong(
                 f"micro-batch {part} learns from {len(found)} completions, and {len(due)} were sampled for it; "
-                f"{strange[0] if strange else 'a completion'} is in only one of the two",
+                f"{strange[0] if strange else 'a completion'} is in only one of the two"
             )
 
     def check(self, entering: Entering) -> None:

@@ -106,10 +106,7 @@ class RunWatch:
             trained, self._config, ranks.rank, entropies=objective.entropy_gradient
         )
         self.asked_again = AskedAgain(
-            scorer,
-            engine.decode,
-            self._config.reward_timeout,
-            wanted=self._config.recheck_rewards,
+            scorer, engine.decode, self._config.reward_timeout, wanted=self._config.recheck_rewards
         )
         # Of the generation: what must enter the loss, from its seals and from the method's definition.
         self._generation: Generation | None = None
