@@ -429,8 +429,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the kept mass is that of all ids",
-        ".logsumexp(0) - shaped[0].logsumexp(0)\n            ).exp()",
-        ".logsumexp(0) * 0\n            ).exp()",
+        "(kept.logsumexp(0) - shaped[0].logsumexp(0))",
+        "(kept.logsumexp(0) * 0)",
         f"{FILTERED_SCORES}::test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filters",
     ),
     Mutation("a token outside its set", "or not found.all():", "or False:", FILTERED_SCORES),
@@ -1830,7 +1830,7 @@ MUTATIONS = [
         "        if found != due:",
         "        if False:",
         LEARNED,
-        within="check_part",
+        within="check_micro_batch",
     ),
     Mutation(
         "a token's context is not in the digest",
@@ -1882,7 +1882,10 @@ MUTATIONS = [
         SCORED_AGAIN,
     ),
     Mutation(
-        "no completion is compared ahead", "            if not drawn:", "            if True:", COMPARED_AHEAD
+        "no completion is compared ahead",
+        "            if not chosen:",
+        "            if True:",
+        COMPARED_AHEAD,
     ),
     Mutation("a reference that may be the policy", "        if shared:", "        if False:", FROZEN),
     Mutation(

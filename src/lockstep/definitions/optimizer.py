@@ -148,19 +148,15 @@ class PlateauSchedule:
             # An infinite best is that of a scheduler that has seen no metric.
             return not math.isinf(metric) or (metric < 0) == (self._of["mode"] == "min")
         sign = -1.0 if self._of["mode"] == "min" else 1.0
-        margin = self._of["threshold"]
-        limit = (
-            self._best * (1 + sign * margin)
-            if self._of["threshold_mode"] == "rel"
-            else self._best + sign * margin
-        )
+        margin = sign * self._of["threshold"]
+        limit = self._best * (1 + margin) if self._of["threshold_mode"] == "rel" else self._best + margin
         return sign * (metric - limit) > 0
 
 
 ADAMW = (
     "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_torch_4bit",
-    "adamw_torch_8bit",
-    "adamw_anyprecision", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit",
+    "adamw_torch_8bit", "adamw_anyprecision", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit",
+    "paged_adamw_8bit",
 )  # fmt: skip
 LION = ("lion_8bit", "lion_32bit", "paged_lion_32bit", "paged_lion_8bit")
 # Of these the config gives the weight decay. Their other settings come from `optim_args`, or are constants.

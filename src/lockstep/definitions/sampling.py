@@ -153,12 +153,11 @@ def user_settings(fields: Mapping[str, Any]) -> UserSettings:
     if given.get("do_sample") is False:
         given["top_k"] = 1
     latest, earliest = given["max_thinking_length"], given["min_thinking_length"]
+    limit = "max_completion_length" if "max_completion_length" in given else "max_new_tokens"
     allowed = given["allowed_token_ids"]
     return UserSettings(
         temperature=float(given["temperature"]),
-        max_tokens=int(
-            given["max_completion_length" if "max_completion_length" in given else "max_new_tokens"]
-        ),
+        max_tokens=int(given[limit]),
         stop=tuple(given["stop_strings"] or ()),
         numbers={name: float(given[name] or neutral) for name, neutral in _NEUTRAL.items()},
         logit_bias={int(token): float(bias) for token, bias in (given["logit_bias"] or {}).items()},

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -127,11 +128,7 @@ class AdvantageProof:
         self, groups: Sequence[Sequence[float | None]], slack: float = _LOOSE
     ) -> dict[str, tuple[list[float], float]]:
         """One advantage per completion, repeated for each of its tokens."""
-        pairs = [
-            (c, a)
-            for group, own in zip(self._groups, groups, strict=True)
-            for c, a in zip(group, own, strict=True)
-        ]
+        pairs = zip(chain(*self._groups), chain(*groups), strict=True)
         return {c.name: ([0.0 if a is None else a] * c.length, slack * (1 + abs(a or 0.0))) for c, a in pairs}
 
     def _grpo(self) -> dict[str, tuple[list[float], float]]:
@@ -184,15 +181,8 @@ class AdvantageProof:
         made = [define.leave_one_out(own) for own in groups]
         if settings.normalize_advantages:
             kept = [define.has_comparison(own) for own in groups]
-            rows = iter(
-                define.whitened(
-                    [
-                        a if k else None
-                        for own, ks in zip(made, kept, strict=True)
-                        for a, k in zip(own, ks, strict=True)
-                    ]
-                )
-            )
+            pairs = zip(chain(*made), chain(*kept), strict=True)
+            rows = iter(define.whitened([a if k else None for a, k in pairs]))
             made = [[next(rows) for _ in own] for own in made]
         return self._spread(made)
 

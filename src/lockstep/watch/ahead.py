@@ -55,10 +55,10 @@ LEAST = PooledGap.enough
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the engine was asked to score, and its pending answer. `drawn` is by the names of sequences."""
+    """What the engine was asked to score, by the names of sequences, and its pending answer."""
 
     canary: Sequences
-    drawn: dict[str, Completion]
+    completions: dict[str, Completion]
     answer: Pending[Any, dict[str, tuple[float, ...]]]
 
 
@@ -100,17 +100,16 @@ class ProofsAhead:
         """Ask the engine to score the canary and drawn completions; the answer may take `limit` seconds."""
         context = self.engine.settings().max_model_len
         canary = canary_sequences(embedding_rows(self.model), context)
-        drawn = {
-            f"again/{c.key}": c for c in _drawn(completions, LEAST, (self.seed, version)) if _fits(c, context)
-        }
-        sequences = canary | {name: tuple(_path(c, context).tolist()) for name, c in drawn.items()}
+        chosen = _chosen(completions, LEAST, (self.seed, version))
+        asked = {f"again/{c.key}": c for c in chosen if _fits(c, context)}
+        sequences = canary | {name: tuple(_path(c, context).tolist()) for name, c in asked.items()}
         if isinstance(self.engine, VLLMServer):
             answer = self.engine.submit_scores(sequences, limit=limit)
         else:
             done: Future[dict[str, tuple[float, ...]]] = Future()
             done.set_result(self.engine.score(sequences))
             answer = Pending(done, lambda scores: scores)
-        self._asked = _Asked(canary, drawn, answer)
+        self._asked = _Asked(canary, asked, answer)
 
     def check_answer(self, version: int, limit: Tolerance) -> None:
         """Wait for the engine's answer and compare it with plain forwards. Raises `EngineLost` too."""
@@ -120,7 +119,7 @@ class ProofsAhead:
         self._found["canary"] = canary_gap(self.model, asked.canary, scores, self.precision)
         check_canary(self._found["canary"], limit, version)
         gap = GapStats()
-        for name, completion in asked.drawn.items():
+        for name, completion in asked.completions.items():
             gap = gap + self._again(completion, scores[name])
         self._found["asked_again"] = gap
         self._limits |= dict.fromkeys(("canary", "asked_again"), limit)
@@ -155,18 +154,18 @@ class ProofsAhead:
         self._compared = {number: self._compared.get(number, 0) for number in begun}
         for number, completions in begun.items():
             now = [c for c in completions if bool((c.sampled_versions == version).any())]
-            drawn = _drawn(now, LEAST - self._compared[number], (self.seed, number, version))
-            if not drawn:
+            chosen = _chosen(now, LEAST - self._compared[number], (self.seed, number, version))
+            if not chosen:
                 continue
             gap = GapStats()
-            for completion in drawn:
+            for completion in chosen:
                 fresh = torch.from_numpy(completion.sampled_versions == version)
                 own = sampled_logps(self.model, completion, self.distribution, self.precision).cpu()[fresh]
                 theirs = torch.tensor(completion.sampled_logprobs)[fresh]
                 gap = gap + measure_gap(theirs, own, [str(completion.key)], [len(own)])
             self._compared[number] += gap.tokens
             self._found["sampled_ahead"] += gap
-            yield self.pools["sampled_ahead"].add(gap, limit), drawn
+            yield self.pools["sampled_ahead"].add(gap, limit), chosen
 
     def figures(self) -> dict[str, tuple[GapStats, Tolerance]]:
         """What the last generation's proofs have found, by their names, with its limits; empty if there were none."""
@@ -178,7 +177,7 @@ class ProofsAhead:
         return {name: float(self._found[kind].tokens) for kind, name in names.items() if kind in self._found}
 
 
-def _drawn(completions: Sequence[Completion], least: int, seed: tuple[int, ...]) -> list[Completion]:
+def _chosen(completions: Sequence[Completion], least: int, seed: tuple[int, ...]) -> list[Completion]:
     """As few drawn completions as possible that have at least this many sampled tokens together."""
     found: list[Completion] = []
     tokens = 0

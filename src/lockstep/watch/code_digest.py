@@ -78,7 +78,7 @@ def code_digest(function: Any) -> CodeDigest:
     """Digests of a function, a callable object, a model with its weights, or a command as text."""
     walk = _Walk()
     if isinstance(function, str):
-        walk.parts[()] = {function}
+        walk.texts[()] = {function}
         walk.files.reach_named(_words(function), Path.cwd())
     else:
         walk.take((), function, root=True)
@@ -96,7 +96,7 @@ class _Walk:
     """Collects a description of each object that a function reaches, by the names that lead to it."""
 
     def __init__(self) -> None:
-        self.parts: dict[tuple[str, ...], set[str]] = {}
+        self.texts: dict[tuple[str, ...], set[str]] = {}
         self.files = OwnFiles()
         # Kept alive, so that no two objects have the same id.
         self._seen: dict[int, Any] = {}
@@ -107,7 +107,7 @@ class _Walk:
         changed = self._changed | self.files.changed
         texts = [
             f"{'.'.join(names)}: {text}"
-            for names, found in self.parts.items()
+            for names, found in self.texts.items()
             if not changed.intersection(names)
             for text in found
         ]
@@ -149,7 +149,7 @@ class _Walk:
             self._object(names, value, root=root)
 
     def _say(self, names: tuple[str, ...], text: str) -> None:
-        self.parts.setdefault(names, set()).add(text)
+        self.texts.setdefault(names, set()).add(text)
 
     # ---- objects ----------------------------------------------------------------------------------------------------
 
@@ -230,12 +230,8 @@ class _Walk:
     def _class(self, names: tuple[str, ...], value: type, *, root: bool) -> None:
         is_own = is_users(value)
         if not is_own:
-            self._say(
-                names,
-                self._text(value)
-                if root and not is_lockstep(value)
-                else f"{value.__module__}.{value.__qualname__}",
-            )
+            is_read = root and not is_lockstep(value)
+            self._say(names, self._text(value) if is_read else f"{value.__module__}.{value.__qualname__}")
             return
         self._seen[id(value)] = value
         self._say((), self._text(value))
@@ -301,12 +297,9 @@ def _attributes(value: Any) -> dict[str, Any]:
     }
     # What a property has computed and keeps is there only after it was asked for.
     own = getattr(value, "__dict__", {})
-    kept = (
-        k
-        for k in own
-        if not isinstance(inspect.getattr_static(type(value), k, None), functools.cached_property)
-    )
-    return {**held, **{key: own[key] for key in kept}}
+    kinds = {key: inspect.getattr_static(type(value), key, None) for key in own}
+    kept = {key: own[key] for key, kind in kinds.items() if not isinstance(kind, functools.cached_property)}
+    return {**held, **kept}
 
 
 def _listed(names: Any) -> list[str]:

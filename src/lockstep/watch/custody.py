@@ -36,6 +36,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -134,23 +135,23 @@ class SampledTokens:
 
     Args:
         sampled: every branch with sampled tokens, by name.
-        parts: names of the branches of each micro-batch, over all ranks.
+        micro_batches: names of the branches of each one, over all ranks.
         own_forward: whether the old log-probs are those of the loss's own forward: no step was made before it.
     """
 
     def __init__(
-        self, sampled: Mapping[str, Sampled], parts: Sequence[Sequence[str]], *, own_forward: bool
+        self, sampled: Mapping[str, Sampled], micro_batches: Sequence[Sequence[str]], *, own_forward: bool
     ) -> None:
-        self._sampled, self._parts = dict(sampled), [sorted(part) for part in parts]
+        self._sampled, self._micro_batches = dict(sampled), [sorted(names) for names in micro_batches]
         self._own_forward = own_forward
 
-    def check_part(self, part: int, names: Iterable[str]) -> None:
-        """Check that micro-batch `part` of the generation learns from its own completions, each of them once."""
-        found, due = sorted(names), self._parts[part]
+    def check_micro_batch(self, index: int, names: Iterable[str]) -> None:
+        """Check that a micro-batch of the generation learns from its own completions, each of them once."""
+        found, due = sorted(names), self._micro_batches[index]
         if found != due:
             strange = sorted({*found} ^ {*due}) or [name for name in due if found.count(name) != 1]
             raise _wrong(
-                f"micro-batch {part} learns from {len(found)} completions, and {len(due)} were sampled for it; "
+                f"micro-batch {index} learns from {len(found)} completions, and {len(due)} were sampled for it; "
                 f"{strange[0] if strange else 'a completion'} is in only one of the two"
             )
 
@@ -238,10 +239,8 @@ def sampled_tokens(
                 old = None if old_logps is None else digest_of(name, old_logps[name])
                 sampled[name] = Sampled((prompt, sample), ids, logps, old)
             names.append(list(rollout.seal.tokens))
-    parts = [
-        [name for own in names[start : start + size] for name in own] for start in range(0, len(names), size)
-    ]
-    return SampledTokens(sampled, parts, own_forward=own_forward)
+    batches = [list(chain(*names[start : start + size])) for start in range(0, len(names), size)]
+    return SampledTokens(sampled, batches, own_forward=own_forward)
 
 
 def check_entering(proof: SampledTokens, batch: TokenBatch) -> None:

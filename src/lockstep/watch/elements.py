@@ -32,7 +32,7 @@ WINDOW = 16
 _WINDOWS = 2
 
 
-class Drawn:
+class DrawnElements:
     """Windows in a list of flattened tensors: the index of each one's tensor, its first element, and its length."""
 
     def __init__(self, owners: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> None:
@@ -49,7 +49,7 @@ class Drawn:
         self._places_of: dict[torch.device, tuple[torch.Tensor, ...]] = {}
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], seed: tuple[int, ...]) -> Drawn:
+    def of(cls, tensors: Sequence[torch.Tensor], seed: tuple[int, ...]) -> DrawnElements:
         """Windows at places that a seed draws."""
         sizes = np.array([t.numel() for t in tensors], np.int64)
         draws = np.random.default_rng(seed).random((len(sizes), _WINDOWS))
@@ -63,14 +63,12 @@ class Drawn:
         return cls(owners, starts, lengths)
 
     @classmethod
-    def around(cls, places: dict[int, int], tensors: Sequence[torch.Tensor]) -> Drawn:
+    def around(cls, places: dict[int, int], tensors: Sequence[torch.Tensor]) -> DrawnElements:
         """One window around a given element of each of some tensors."""
         owners = list(places)
         sizes = [tensors[i].numel() for i in owners]
-        starts = [
-            max(min(places[i] - WINDOW // 2, n - WINDOW), 0) for i, n in zip(owners, sizes, strict=True)
-        ]
-        return cls(owners, starts, [min(WINDOW, n) for n in sizes])
+        ends = [min(places[i] + WINDOW // 2, n) for i, n in zip(owners, sizes, strict=True)]
+        return cls(owners, [max(end - WINDOW, 0) for end in ends], [min(WINDOW, n) for n in sizes])
 
     def __len__(self) -> int:
         return len(self.owners)
@@ -100,7 +98,7 @@ class Drawn:
 
 
 def read_all(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What several calls of `Drawn.values` gave: float64, on the host, with one copy for each dtype."""
+    """What several calls of `DrawnElements.values` gave: float64, on the host, with one copy for each dtype."""
     return [found.double() for found in on_host(values)]
 
 
@@ -131,7 +129,7 @@ class LoadedState:
         seed: tuple[int, ...],
     ) -> None:
         self._optimizer, self._names, self._parameters = optimizer, list(trained), list(trained.values())
-        self._drawn = Drawn.of(self._parameters, seed)
+        self._drawn = DrawnElements.of(self._parameters, seed)
         self._loaded = self._read()
 
     def check(self) -> None:
@@ -149,13 +147,14 @@ class LoadedState:
                 v if isinstance(v, torch.Tensor) and v.shape == p.shape and p.dim() else None
                 for v, p in zip(values, self._parameters, strict=True)
             ]
-            found[key] = (
-                self._drawn.read(tensors) + torch.tensor(numbers, dtype=torch.float64)[self._drawn.owners]
-            )
+            of_tensors = torch.tensor(numbers, dtype=torch.float64)
+            found[key] = self._drawn.read(tensors) + of_tensors[self._drawn.owners]
         return found
 
 
-def check_still(drawn: Drawn, names: Sequence[str], before: Elements, now: Elements, since: str) -> None:
+def check_still(
+    drawn: DrawnElements, names: Sequence[str], before: Elements, now: Elements, since: str
+) -> None:
     """Compare elements with what they were. `names` are of the tensors, `since` is the moment in words."""
     for what in sorted(before.keys() | now.keys()):
         if what in before and what in now:
@@ -163,10 +162,8 @@ def check_still(drawn: Drawn, names: Sequence[str], before: Elements, now: Eleme
             if not bool(wrong.any()):
                 continue
             at = int(wrong.nonzero()[0])
-            found = (
-                f"of {names[int(drawn.owners[at])]} is {float(now[what][at]):.6g} and was "
-                f"{float(before[what][at]):.6g}"
-            )
+            name, old, new = names[int(drawn.owners[at])], float(before[what][at]), float(now[what][at])
+            found = f"of {name} is {new:.6g} and was {old:.6g}"
         else:
             found = "is there now" if what in now else "is gone"
         raise ProofError(
@@ -222,7 +219,7 @@ class AccumulationProof:
         chosen = [names[i] for i in np.roll(order, -step * size)[:size].tolist()]
         self.names = [name for name in names if name in {*chosen, *always}]
         self._parameters = [trained[name] for name in self.names]
-        self._drawn = Drawn.of(self._parameters, (seed, step, 2))
+        self._drawn = DrawnElements.of(self._parameters, (seed, step, 2))
         self._added: list[list[torch.Tensor]] = [[] for _ in self.names]
         self._hooked = [gathered(p) for p in self._parameters]
         self._handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self._hooked)]
@@ -255,10 +252,8 @@ class AccumulationProof:
         ]
         *pieces, self._found = read_all([*added, self._drawn.values([p.grad for p in self._parameters])])
         sums, sizes = [stacked.sum(0) for stacked in pieces], [stacked.abs().sum(0) for stacked in pieces]
-        return [
-            *(torch.cat(parts).tolist() if parts else [] for parts in (sums, sizes)),
-            self._found.tolist(),
-        ]
+        joined = [torch.cat(own).tolist() if own else [] for own in (sums, sizes)]
+        return [*joined, self._found.tolist()]
 
     def check(self, added: Sequence[list[Any]]) -> None:
         """Compare the gradients with what the backward passes of all ranks have `added`."""

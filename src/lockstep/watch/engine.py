@@ -85,13 +85,8 @@ class Proofs:
         *,
         bets: bool,
     ) -> None:
-        self._model = model
-        self._bets = bets
-        self._engine = engine
-        self._config = config
-        self._clock = clock
-        self.engine_dtype = config.engine_torch_dtype
-        self.precision = config.precision
+        self._model, self._engine, self._config, self._clock, self._bets = model, engine, config, clock, bets
+        self.engine_dtype, self.precision = config.engine_torch_dtype, config.precision
         self.push = PushWatch(
             model,
             engine,
@@ -124,12 +119,8 @@ class Proofs:
         self._settings, self._ends = settings, Ends(rules.end_ids, decoding(tokenizer, special=True))
         settings.check_sampling(rules.sampling, "the distribution that the trainer scores")
         self.kept_sets = KeptSetStats()
-        self._draws, self._drawn, self._drawn_version, self._judged_version = (
-            DrawEvidence(),
-            DrawStats(),
-            -1,
-            -1,
-        )
+        self._draws, self._last_draws = DrawEvidence(), DrawStats()
+        self._bet_version = self._judged_version = -1
         # Of the evaluations of this process.
         self._evaluated = DrawEvidence()
 
@@ -156,7 +147,7 @@ class Proofs:
     def forget_evidence(self) -> None:
         """Forget the tokens of earlier steps and evaluations, so that they do not count in later judgements."""
         self.pool, self._evaluated_pool, self.tail = PooledGap(), PooledGap(), GapTail(self.limit)
-        self._draws, self._drawn_version, self._judged_version = DrawEvidence(), -1, -1
+        self._draws, self._bet_version, self._judged_version = DrawEvidence(), -1, -1
         self._evaluated = DrawEvidence()
         self.ahead.forget_tokens()
 
@@ -166,18 +157,13 @@ class Proofs:
         self._receipt = Receipt(folder / RECEIPT, step)
         self.tail, self.pool = GapTail(self.limit), PooledGap()
         self.ahead.forget_tokens()
-        self._draws, self._drawn_version, self._judged_version = DrawEvidence(), -1, -1
+        self._draws, self._bet_version, self._judged_version = DrawEvidence(), -1, -1
         for entry in self._receipt.entries:
             if "draws" in entry:
                 self._draws = DrawEvidence.of(entry["draws"])
                 self.pool = PooledGap(GapStats(**entry.get("waiting", {})))
-            self.tail.passed(
-                GapStats(
-                    sum_cubes=entry.get("sum_cubes", 0.0),
-                    sum_fourths=entry.get("sum_fourths", 0.0),
-                    max_abs=entry.get("max_abs_gap", 0.0),
-                )
-            )
+            sums = {name: entry.get(name, 0.0) for name in ("sum_cubes", "sum_fourths")}
+            self.tail.add(GapStats(max_abs=entry.get("max_abs_gap", 0.0), **sums))
         self.prove_engine(step)
         servers = {"servers": list(self._engine.members)} if isinstance(self._engine, VLLMServer) else {}
         more = {
@@ -200,15 +186,9 @@ class Proofs:
 
     def prove_joining(self, engine: Engine, version: int) -> None:
         """Prove another engine as `prove_engine` proves the run's own, before its servers join."""
-        config = self._config
-        pusher = ProvenPusher(
-            self._model,
-            engine,
-            self.engine_dtype,
-            self.precision,
-            seed=config.seed,
-            extension=push_extension(config),
-        )
+        config, dtypes = self._config, (self.engine_dtype, self.precision)
+        extension = push_extension(config)
+        pusher = ProvenPusher(self._model, engine, *dtypes, seed=config.seed, extension=extension)
         try:
             pusher.push(version, canary=True)
         finally:
@@ -401,8 +381,8 @@ class Proofs:
 
     def check_draws(self, draws: DrawStats, version: int) -> None:
         """Bet on a generation's tokens. Further calls for the same version do nothing."""
-        if self._bets and version != self._drawn_version:
-            self._drawn, self._drawn_version = draws, version
+        if self._bets and version != self._bet_version:
+            self._last_draws, self._bet_version = draws, version
             self._draws.add(draws)
             self._draws.check(version, draws)
 
@@ -412,7 +392,7 @@ class Proofs:
         pushed = {} if self.push.proof is None else self.push.proof.push.metrics()
         pushed |= self.push.extension.metrics()
         judged = self.judged_now.metrics()
-        return pushed | kept | judged | self.ahead.metrics() | draw_metrics(self._draws, self._drawn)
+        return pushed | kept | judged | self.ahead.metrics() | draw_metrics(self._draws, self._last_draws)
 
     def check(
         self,
@@ -471,13 +451,13 @@ class Proofs:
             "sampled_tokens": sampled,
             "aside_tokens": aside,
             **self._of_staleness(sampled - aside - gap.tokens),
-            "draws": {**self._draws.data(), "z": self._drawn.z, "tokens": self._drawn.tokens},
+            "draws": {**self._draws.data(), "z": self._last_draws.z, "tokens": self._last_draws.tokens},
         }
         line = step_line(
             step, version, self.push, gap, self.tail.limit, self.judged_now, self.pool.waiting, more
         )
         self._receipt.append(line)
-        self.tail.passed(gap)
+        self.tail.add(gap)
 
     def _of_staleness(self, stale: int) -> dict[str, Any]:
         """The receipt's fields about stale tokens; empty for a run that has none."""
@@ -506,13 +486,8 @@ class EngineWatch:
         *,
         bets: bool,
     ) -> None:
-        self.model, self._config, self._tokenizer, self._clock, self._ranks = (
-            model,
-            config,
-            tokenizer,
-            clock,
-            ranks,
-        )
+        self.model, self._config, self._tokenizer = model, config, tokenizer
+        self._clock, self._ranks = clock, ranks
         self._settings, self._sampling, self._bets = settings, sampling, bets
         self.decode = decoding(tokenizer)
         self.searches_top_p, self._proven, self._seeds = False, False, Seeds()

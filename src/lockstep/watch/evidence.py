@@ -90,10 +90,10 @@ class DrawnRows:
         """
         # Any seed is right that does not depend on the values.
         count = _DRAWN if self._kept_sets is None else _DRAWN_SETS
-        drawn = np.sort(np.random.default_rng(len(logps)).permutation(len(logps))[:count])
-        here = sent(torch.from_numpy(drawn), logps.device)
+        tokens = np.sort(np.random.default_rng(len(logps)).permutation(len(logps))[:count])
+        here = sent(torch.from_numpy(tokens), logps.device)
         ends = np.cumsum([s.length for s in pack.sequences])
-        for token, owner in zip(drawn, np.searchsorted(ends, drawn, side="right"), strict=True):
+        for token, owner in zip(tokens, np.searchsorted(ends, tokens, side="right"), strict=True):
             sequence = pack.sequences[owner]
             place = int(token - (ends[owner] - sequence.length))
             fresh = sequence.fresh is None or bool(sequence.fresh[place])
@@ -140,11 +140,8 @@ class DrawnRows:
                 logits[:, list(self._settings.banned)] = -torch.inf
                 wanted = self._settings.wanted
                 of_rows = zip(logits.numpy(), own, logps[start - len(part) : start], strict=True)
-                due += [
-                    (x, _logprob(wanted, values, row))
-                    for values, row, x in of_rows
-                    if _is_defined(wanted, row)
-                ]
+                defined = [one for one in of_rows if _is_defined(wanted, one[1])]
+                due += [(x, _logprob(wanted, values, row)) for values, row, x in defined]
         if self._settings is not None:
             self._settings.check_logps(*np.array(due).reshape(-1, 2).T, single=single)
         return found

@@ -51,7 +51,7 @@ _FIX = (
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnSum:
     """A drawn sum of scores: Σ coefficients × scores, over the N sampled tokens of some completions.
 
     Attributes:
@@ -157,10 +157,10 @@ class Directions:
         """The mean size of the gradient along a direction."""
         return math.sqrt(sum((self.sizes[n] * self.norms[n]) ** 2 for n in names))
 
-    def compare(self, drawn: Drawn, names: Sequence[str], step: float) -> Comparison:
+    def compare(self, drawn_sum: DrawnSum, names: Sequence[str], step: float) -> Comparison:
         """The gradient along each direction, restricted to some tensors, and the slope."""
         found = [sum(along[n] for n in names) for along in self.along]
-        due = drawn.slopes([self.moves(k, names) for k in range(_DIRECTIONS)], step)
+        due = drawn_sum.slopes([self.moves(k, names) for k in range(_DIRECTIONS)], step)
         return Comparison(np.array(found), np.array(due), self.scale(names))
 
 
@@ -226,32 +226,32 @@ class Added:
         return sum(self.sizes[n] * abs(self._along[n]) for n in names)
 
     def compare(
-        self, drawn: Drawn, names: Sequence[str], step: float, dtype: torch.dtype = torch.float64
+        self, drawn_sum: DrawnSum, names: Sequence[str], step: float, dtype: torch.dtype = torch.float64
     ) -> Comparison:
         """The slope that the gradient gives, and that of the plain forward."""
-        due = drawn.slopes([self._moves(names)], step, dtype)
+        due = drawn_sum.slopes([self._moves(names)], step, dtype)
         return Comparison(np.array([self.slope(names)]), np.array(due), 0.0)
 
     def step(self, change: float) -> float:
         """How far to go along the direction, so that a sum of scores whose size is about 1 changes by `change`."""
         return change / max(self.slope(list(self.named)), 1.0)
 
-    def distance(self, drawn: Drawn) -> float:
+    def distance(self, drawn_sum: DrawnSum) -> float:
         """How far the slope is from a plain forward's in float32, in sizes of the slope; infinite if not finite."""
-        found = self.compare(drawn, list(self.named), self.step(_CHANGE_SINGLE), torch.float32).error
+        found = self.compare(drawn_sum, list(self.named), self.step(_CHANGE_SINGLE), torch.float32).error
         return found if math.isfinite(found) else math.inf
 
 
-def check_added(added: Added, drawn: Drawn, limit: float) -> float | None:
+def check_added(added: Added, drawn_sum: DrawnSum, limit: float) -> float | None:
     """Compare what a part of a step adds to the gradients with the slope of a plain forward in float64.
 
-    The coefficients of `drawn` are the gradients that the loss gives to the part's scores.
+    The coefficients of `drawn_sum` are the gradients that the loss gives to the part's scores.
 
     Returns:
         How far they are apart, in sizes of the slope; None if the plain forward is too coarse to tell.
     """
     step = added.step(_CHANGE)
-    settled = _settled(added, drawn, added.compare(drawn, list(added.named), step), step, limit)
+    settled = _settled(added, drawn_sum, added.compare(drawn_sum, list(added.named), step), step, limit)
     if settled is None:
         return None
     first, step = settled
@@ -259,16 +259,16 @@ def check_added(added: Added, drawn: Drawn, limit: float) -> float | None:
         return first.error
     raise ProofError(
         "model_gradient",
-        f"what {drawn.completions[0].key} adds to the gradients of this step gives a slope of "
+        f"what {drawn_sum.completions[0].key} adds to the gradients of this step gives a slope of "
         f"{first.found[0]:.6g} along a drawn direction; a plain forward in float64 with moved weights gives "
         f"{first.due[0]:.6g} ({first.error:.2g} of its size, at most {limit:g}); seen from the output, the "
-        f"first wrong part is {_first_wrong(added, drawn, step, limit)}",
+        f"first wrong part is {_first_wrong(added, drawn_sum, step, limit)}",
         _CAUSE,
         _FIX,
     )
 
 
-def check_repeated(added: Added, again: Added, drawn: Drawn, limit: float) -> float:
+def check_repeated(added: Added, again: Added, drawn_sum: DrawnSum, limit: float) -> float:
     """Compare what a part has added to the gradients with the same gradient, computed `again` outside of the step.
 
     Returns how far they are apart, in sizes of the gradient.
@@ -277,7 +277,7 @@ def check_repeated(added: Added, again: Added, drawn: Drawn, limit: float) -> fl
     if not apart <= limit:
         raise ProofError(
             "model_gradient",
-            f"what {drawn.completions[0].key} adds to the gradients of this step is {apart:.2g} of its size "
+            f"what {drawn_sum.completions[0].key} adds to the gradients of this step is {apart:.2g} of its size "
             f"away from the same gradient, computed once more (at most {limit:g})",
             "something changes gradients during the steps alone: the accumulation, a scaler, or a hook that "
             "acts at times",
@@ -289,7 +289,7 @@ def check_repeated(added: Added, again: Added, drawn: Drawn, limit: float) -> fl
 class _Comparable(Protocol):
     named: dict[str, torch.nn.Parameter]
 
-    def compare(self, drawn: Drawn, names: Sequence[str], step: float) -> Comparison: ...
+    def compare(self, drawn_sum: DrawnSum, names: Sequence[str], step: float) -> Comparison: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +312,7 @@ class Comparison:
 
 
 def check_model_gradient(
-    drawn: Drawn, named: Mapping[str, torch.nn.Parameter], seed: tuple[int, ...], limit: float
+    drawn_sum: DrawnSum, named: Mapping[str, torch.nn.Parameter], seed: tuple[int, ...], limit: float
 ) -> float | None:
     """Compare the gradients of the drawn sum, which the tensors hold, with slopes.
 
@@ -327,16 +327,16 @@ def check_model_gradient(
         )
     vanishes = directions.scale(names) < _VANISHES
     step = _CHANGE / max(directions.scale(names), 1.0)
-    first = directions.compare(drawn, names, step)
+    first = directions.compare(drawn_sum, names, step)
     if vanishes and np.abs(first.due).max() < _VISIBLE:
         return None
-    if (settled := _settled(directions, drawn, first, step, limit)) is None:
+    if (settled := _settled(directions, drawn_sum, first, step, limit)) is None:
         return None
     first, step = settled
     if first.error <= limit:
         return first.error
     at = int(np.abs(first.found - first.due).argmax())
-    where = _first_wrong(directions, drawn, step, limit)
+    where = _first_wrong(directions, drawn_sum, step, limit)
     raise ProofError(
         "model_gradient",
         f"along a drawn direction the backward gives a slope of {first.found[at]:.6g}; a plain forward in "
@@ -365,7 +365,7 @@ def check_computed_gradient(distances: Sequence[float], limit: float) -> None:
 
 
 def _settled(
-    directions: _Comparable, drawn: Drawn, first: Comparison, step: float, limit: float
+    directions: _Comparable, drawn_sum: DrawnSum, first: Comparison, step: float, limit: float
 ) -> tuple[Comparison, float] | None:
     """The first comparison within the limit, or on whose step the slope does not depend, and that step. None: no such.
 
@@ -377,7 +377,7 @@ def _settled(
     for _ in range(_SMALLER_TIMES):
         if first.error <= limit or not np.isfinite(first.found).all():
             return first, step
-        again = directions.compare(drawn, names, step / _SMALLER)
+        again = directions.compare(drawn_sum, names, step / _SMALLER)
         apart = float(np.abs(again.due - first.due).max())
         if apart <= 0.25 * first.apart:
             return first, step
@@ -388,18 +388,18 @@ def _settled(
     return (first, step) if first.error <= limit else None
 
 
-def _first_wrong(directions: _Comparable, drawn: Drawn, step: float, limit: float) -> str:
+def _first_wrong(directions: _Comparable, drawn_sum: DrawnSum, step: float, limit: float) -> str:
     """The part of the model that is nearest to the output and has a wrong gradient."""
-    parts: dict[str, list[str]] = {}
+    tensors: dict[str, list[str]] = {}
     for name in reversed(directions.named):
         layer = re.match(r".*?\.\d+\.", name)
-        parts.setdefault(layer.group() if layer else name, []).append(name)
-    titles = list(parts)
+        tensors.setdefault(layer.group() if layer else name, []).append(name)
+    titles = list(tensors)
     low, high = 0, len(titles) - 1
     while low < high:
         middle = (low + high) // 2
-        names = [name for title in titles[: middle + 1] for name in parts[title]]
-        if directions.compare(drawn, names, step).error > limit:
+        names = [name for title in titles[: middle + 1] for name in tensors[title]]
+        if directions.compare(drawn_sum, names, step).error > limit:
             high = middle
         else:
             low = middle + 1

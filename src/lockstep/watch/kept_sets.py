@@ -261,11 +261,8 @@ class KeptSetProof:
         sampling = self.distribution.sampling
         shaped = self.distribution.shaped(token.logits, token.prompt_ids, token.output_ids, token.masks)
         logits = shaped[0].numpy()
-        mass = float(
-            (
-                shaped[0, torch.from_numpy(token.kept.astype(np.int64))].logsumexp(0) - shaped[0].logsumexp(0)
-            ).exp()
-        )
+        kept = shaped[0, torch.from_numpy(token.kept.astype(np.int64))]
+        mass = float((kept.logsumexp(0) - shaped[0].logsumexp(0)).exp())
         if not token.is_current:
             return KeptSetStats(measured=1, mass=mass)
         bounds = FilterBounds(logits, sampling, searched=self.searched)

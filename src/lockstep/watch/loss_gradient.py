@@ -65,10 +65,8 @@ def by_logps(method: str, completions: Sequence[Tokens], settings: Any, beta: fl
     of_one = {"grpo": _grpo, "rloo": _rloo, "reinforce++": _tokens, "ppo": _tokens}[method]
     if _of_tokens(method, settings):
         slope, lengths = of_one(_joined(completions), settings, beta), [len(c.logps) for c in completions]
-        return [
-            Derivative(*both)
-            for both in zip(cut(slope.values, lengths), cut(slope.near, lengths), strict=True)
-        ]
+        columns = cut(slope.values, lengths), cut(slope.near, lengths)
+        return [Derivative(*both) for both in zip(*columns, strict=True)]
     return [of_one(c, settings, beta) for c in completions]
 
 
@@ -120,12 +118,12 @@ def check(
         at = int(np.where(wrong, np.nan_to_num(off, nan=np.inf), -1.0).argmax())
         ends = np.cumsum([len(part) for part in found])
         which = int(np.searchsorted(ends, at, side="right"))
-        part = slice(int(ends[which]) - len(found[which]), int(ends[which]))
+        own_tokens = slice(int(ends[which]) - len(found[which]), int(ends[which]))
         raise ProofError(
             "loss_gradient",
-            f"the gradient of the {what} of token {at - part.start} of {names[which]} is {own[at]:.6g}; the "
+            f"the gradient of the {what} of token {at - own_tokens.start} of {names[which]} is {own[at]:.6g}; the "
             f"method's formula gives "
-            f"{values[at]:.6g} ({int(wrong[part].sum())} of {len(found[which])} tokens differ)",
+            f"{values[at]:.6g} ({int(wrong[own_tokens].sum())} of {len(found[which])} tokens differ)",
             "the loss was scaled, divided twice, masked or clipped in another way than the method's formula says",
             "let nothing change the loss or its backward; for a loss of your own, set objective_class to a "
             "class of your own",
@@ -147,10 +145,8 @@ def _correction(c: Tokens, settings: Any) -> Derivative:
 def _tokens(c: Tokens, settings: Any, beta: float) -> Derivative:
     """PPO and REINFORCE++: a clipped ratio per token; with `beta`, k2 of the KL."""
     ratios = np.exp(c.logps - c.old_logps)
-    slope, correction = (
-        define.clipped(ratios, c.advantages, settings.epsilon, settings.clip_high),
-        _correction(c, settings),
-    )
+    slope = define.clipped(ratios, c.advantages, settings.epsilon, settings.clip_high)
+    correction = _correction(c, settings)
     total = slope.values * ratios * correction.values
     if beta:
         assert c.ref_logps is not None

@@ -50,7 +50,7 @@ from lockstep.tokens.arrays import filled, places_of, whole_numbers
 from lockstep.watch.finite_differences import (
     Added,
     Directions,
-    Drawn,
+    DrawnSum,
     check_added,
     check_computed_gradient,
     check_model_gradient,
@@ -156,8 +156,8 @@ class ModelGradient:
         named, found = self._named(), part.gradient(policy.model, policy.critic)
         limit, is_coarse = self._limit(policy)
         if found is not None:
-            added, drawn = found
-            distance = self._computed(lambda: added.distance(drawn))
+            added, drawn_sum = found
+            distance = self._computed(lambda: added.distance(drawn_sum))
             doubt = _DOUBT_HALF if is_coarse else _DOUBT_SINGLE * min(1.0, math.sqrt(_TENSORS / len(named)))
             if distance is not None and distance <= doubt * limit:
                 return Checked({"checked/step_gradient_error": distance})
@@ -167,9 +167,9 @@ class ModelGradient:
             if found is None:
                 return checked
             if is_coarse:
-                error = self._checked_again(policy, part.sequences, added, drawn, limit)
+                error = self._checked_again(policy, part.sequences, added, drawn_sum, limit)
             else:
-                error = self._computed(lambda: check_added(added, drawn, limit))
+                error = self._computed(lambda: check_added(added, drawn_sum, limit))
         if error is None:
             return Checked(checked.figures, self._unproven)
         # A part that was compared with nothing but itself shows no plain forward. The drawn sum is then the whole
@@ -180,19 +180,24 @@ class ModelGradient:
         )
 
     def _checked_again(
-        self, policy: Policy, sequences: Sequence[TrainingSequence], added: Added, drawn: Drawn, limit: float
+        self,
+        policy: Policy,
+        sequences: Sequence[TrainingSequence],
+        added: Added,
+        drawn_sum: DrawnSum,
+        limit: float,
     ) -> float | None:
         """How far what a part has added is from the same gradient, computed again. No trained tensor may have one.
 
         Under autocast the part is also computed without it, and compared with the slope of the plain forward.
         """
-        with self._gradients(policy, sequences, drawn.coefficients, added.named):
-            error = check_repeated(added, added.read_again(), drawn, _DOUBT_HALF * limit)
+        with self._gradients(policy, sequences, drawn_sum.coefficients, added.named):
+            error = check_repeated(added, added.read_again(), drawn_sum, _DOUBT_HALF * limit)
         if self._autocast(policy) is not None:
             exactly = replace(policy, autocast=nullcontext)
-            with self._gradients(exactly, sequences, drawn.coefficients, added.named):
+            with self._gradients(exactly, sequences, drawn_sum.coefficients, added.named):
                 exact = added.read_again()
-            if self._computed(lambda: check_added(exact, drawn, gradient_limit(torch.float32))) is None:
+            if self._computed(lambda: check_added(exact, drawn_sum, gradient_limit(torch.float32))) is None:
                 return None
         return error
 
@@ -272,12 +277,14 @@ class ModelGradient:
             again = (*seed, number) if number else seed
             chosen, factors = self._draw(policy, sequences, again)
             completions = [completion_of(s) for s in chosen]
-            drawn = Drawn(policy.model, policy.critic, completions, factors, self._distribution(policy))
+            drawn_sum = DrawnSum(
+                policy.model, policy.critic, completions, factors, self._distribution(policy)
+            )
             with self._gradients(policy, chosen, factors, named):
                 exact = Directions(named, again)
                 try:
                     error = self._computed(
-                        functools.partial(check_model_gradient, drawn, named, again, limit)
+                        functools.partial(check_model_gradient, drawn_sum, named, again, limit)
                     )
                 except ProofError as found:
                     failed.append(found)
@@ -296,9 +303,7 @@ class ModelGradient:
         if self._limit(policy)[1] and self._distribution(policy).is_tempered_only:
             # Ids of pictures stand for their pixels, which other texts do not have.
             texts = [s for s in sequences if s.pictures is None] or chosen
-            ids = np.unique(
-                np.concatenate([part for s in texts for part in (s.prompt_ids, s.completion_ids)])
-            )
+            ids = np.unique(np.concatenate([own for s in texts for own in (s.prompt_ids, s.completion_ids)]))
             chosen = [s.but(completion_ids=draws.choice(ids, len(s.completion_ids))) for s in chosen]
         size = sum(s.length for s in chosen)
         used = (True, self._entropies, policy.critic is not None)
@@ -372,11 +377,12 @@ class _Gradients:
 
     def __enter__(self) -> None:
         lengths = [s.length for s in self._sequences]
-        parts = dict(zip((s.name for s in self._sequences), self._factors.split(lengths, 1), strict=True))
+        names = [s.name for s in self._sequences]
+        factors_of = dict(zip(names, self._factors.split(lengths, 1), strict=True))
         for pack in self._policy.packs(self._sequences, self._config):
             scores = self._policy.score(pack, self._config, entropy_gradient=self._entropies)
             # A pack may have another order.
-            own = torch.cat([parts[s.name] for s in pack.sequences], 1).to(scores.logps.dtype)
+            own = torch.cat([factors_of[s.name] for s in pack.sequences], 1).to(scores.logps.dtype)
             factors = sent(own, scores.logps.device)
             total = (scores.logps * factors[0]).sum()
             if self._entropies:
@@ -475,7 +481,8 @@ class CheckedPart:
     def split(self, sequences: Sequence[TrainingSequence]) -> list[list[TrainingSequence]]:
         """The sequences of a micro-batch: those of the part, and the others. Empty lists are left out."""
         own = [s for s in sequences if s.name in self._names]
-        return [part for part in (own, [s for s in sequences if s.name not in self._names]) if part]
+        others = [s for s in sequences if s.name not in self._names]
+        return [some for some in (own, others) if some]
 
     @property
     def sequences(self) -> Sequence[TrainingSequence]:
@@ -498,7 +505,9 @@ class CheckedPart:
         yield
         self._added.read()
 
-    def gradient(self, model: PreTrainedModel, critic: torch.nn.Module | None) -> tuple[Added, Drawn] | None:
+    def gradient(
+        self, model: PreTrainedModel, critic: torch.nn.Module | None
+    ) -> tuple[Added, DrawnSum] | None:
         """What the part has added to the gradients, and its sum of scores, divided by the size of the coefficients.
 
         None if the loss has no gradient at the part's tokens.
@@ -510,8 +519,8 @@ class CheckedPart:
         if not size:
             return None
         completions = [completion_of(s) for s in self._pack]
-        drawn = Drawn(model, critic, completions, coefficients / size, self._distribution)
-        return self._added.scaled(1 / size), drawn
+        drawn_sum = DrawnSum(model, critic, completions, coefficients / size, self._distribution)
+        return self._added.scaled(1 / size), drawn_sum
 
 
 def _keep(flow: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -212,11 +212,8 @@ class ModuleProbe:
         told: dict[str, str] = {}
         for scheme in dict.fromkeys(self.modules.probed[name].quantization for name in names):
             own = [name for name in names if self.modules.probed[name].quantization == scheme]
-            told |= {
-                name: digest
-                for name, digest in self._form(scheme).digests(self._engine, own).items()
-                if digest
-            }
+            digests = self._form(scheme).digests(self._engine, own)
+            told |= {name: digest for name, digest in digests.items() if digest}
         return len(told), tuple(name for name, digest in told.items() if digest != self._codes_digest(name))
 
     def _codes_digest(self, name: str) -> str:

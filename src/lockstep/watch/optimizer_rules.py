@@ -23,7 +23,7 @@ import torch
 
 from lockstep.definitions.optimizer import Moments, PlateauSchedule, Settings, adamw, rate_factor
 from lockstep.errors import ProofError
-from lockstep.watch.elements import Drawn, read_all
+from lockstep.watch.elements import DrawnElements, read_all
 from lockstep.watch.optimizer_settings import OptimizerSettings
 
 
@@ -81,7 +81,7 @@ class OptimizerRule:
             group.get(name) for group in self._settings.groups for name in others
         )
 
-    def read(self, drawn: Drawn) -> State:
+    def read(self, drawn: DrawnElements) -> State:
         """The drawn elements as they are now."""
         if not self.known:
             return State(drawn.read(self._parameters), None)
@@ -93,14 +93,12 @@ class OptimizerRule:
         parts = [drawn.values(own) for own in (self._parameters, *moments)]
         values, first, second, *stacked = read_all([*parts, *([torch.stack(tensors)] if tensors else [])])
         counts = iter(stacked[0].tolist() if stacked else ())
-        of_tensor = torch.tensor(
-            [next(counts, 0.0) if isinstance(s, torch.Tensor) else float(s) for s in steps],
-            dtype=torch.float64,
-        )
+        counted = [next(counts, 0.0) if isinstance(s, torch.Tensor) else float(s) for s in steps]
+        of_tensor = torch.tensor(counted, dtype=torch.float64)
         return State(values, Moments(first, second, of_tensor[drawn.owners]))
 
     def expected(
-        self, before: State, gradients: torch.Tensor, drawn: Drawn, rates: Sequence[float]
+        self, before: State, gradients: torch.Tensor, drawn: DrawnElements, rates: Sequence[float]
     ) -> Expected | None:
         """What the step must make of drawn elements; None where the rule is not known.
 
@@ -128,7 +126,7 @@ class OptimizerRule:
         )
 
     def moments_differ(
-        self, expected: Moments, found: Moments, gradients: torch.Tensor, drawn: Drawn
+        self, expected: Moments, found: Moments, gradients: torch.Tensor, drawn: DrawnElements
     ) -> torch.Tensor:
         """(N,) bool, whether the moments after the step are not those that the rule makes."""
         eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._parameters], dtype=torch.float64)[
@@ -193,11 +191,7 @@ class Rates:
             raise _wrong(
                 f"the schedule has taken {taken} metrics before optimizer step {step + 1}, not {self.metrics}"
             )
-        return (
-            list(self.plateau.rates)
-            if self.plateau
-            else [float(rate) for rate in self.scheduler.get_last_lr()]
-        )
+        return list(self.plateau.rates) if self.plateau else list(map(float, self.scheduler.get_last_lr()))
 
     def before_metric(self) -> None:
         """Note the learning rates from which a schedule goes on that follows metrics. A user may have set them."""

@@ -169,11 +169,8 @@ class OptimizerSettings:
         """Just after the optimizer has stepped, before any callback is called."""
         if self._counts:
             for held, now in zip(self._held, self._read(), strict=False):
-                held |= {
-                    k: v
-                    for k, v in now.items()
-                    if k not in self._from_config and k not in SETTING_OF.values()
-                }
+                known = {*self._from_config, *SETTING_OF.values()}
+                held |= {k: v for k, v in now.items() if k not in known}
         self.look()
         self._stepped = [dict(group) for group in self._held]
         own = {index: self.rate_set(index) for index in self._rates}

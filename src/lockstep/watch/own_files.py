@@ -28,19 +28,18 @@ from lockstep.whose_code import is_installed
 
 # Methods that change a collection in place.
 _CHANGING = {
-    "add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop", "popitem", "popleft",
-    "remove",
-    "reverse", "setdefault", "sort", "update", "subtract",
+    "add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop", "popitem",
+    "popleft", "remove", "reverse", "setdefault", "sort", "update", "subtract",
 }  # fmt: skip
 # Functions that build an object. What they assign to it is how it begins.
 _BUILDING = {"__init__", "__new__", "__post_init__", "__setstate__"}
 # A value that comes from one of these differs between two processes.
 _UNSTABLE = {
-    "time", "time_ns", "perf_counter", "monotonic", "now", "utcnow", "today", "uuid1", "uuid4", "random", "randint",
-    "choice",
-    "shuffle", "sample", "uniform", "token_hex", "urandom", "getenv", "getpid", "getcwd", "cwd", "gethostname", "node",
-    "mkdtemp", "mkstemp", "cpu_count", "get_ident", "id", "hash", "is_available", "device_count", "sched_getaffinity",
-    "get_num_threads", "abspath", "absolute", "resolve", "expanduser", "home", "gettempdir", "getuser", "version",
+    "time", "time_ns", "perf_counter", "monotonic", "now", "utcnow", "today", "uuid1", "uuid4", "random",
+    "randint", "choice", "shuffle", "sample", "uniform", "token_hex", "urandom", "getenv", "getpid",
+    "getcwd", "cwd", "gethostname", "node", "mkdtemp", "mkstemp", "cpu_count", "get_ident", "id", "hash",
+    "is_available", "device_count", "sched_getaffinity", "get_num_threads", "abspath", "absolute", "resolve",
+    "expanduser", "home", "gettempdir", "getuser", "version",
 }  # fmt: skip
 _UNSTABLE_ATTRIBUTES = {"environ", "argv", "__version__"}
 _LOOKUPS = {"globals", "eval", "exec"}
@@ -250,8 +249,8 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[tuple[ast.stmt, set[str], 
         ]
         inside += [
             inner
-            for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))
-            for inner in part.body
+            for branch in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))
+            for inner in branch.body
         ]
         if inside:
             yield from _statements(inside)

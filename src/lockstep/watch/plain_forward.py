@@ -337,11 +337,8 @@ class Widened(TorchDispatchMode):
 
     def widen(self, value: Any) -> Any:
         """A tensor in the wider dtype. A tensor that has it already is changed only by the operation that reads it."""
-        return (
-            value.to(self._dtype)
-            if isinstance(value, torch.Tensor) and value.dtype in self._narrow
-            else value
-        )
+        is_narrow = isinstance(value, torch.Tensor) and value.dtype in self._narrow
+        return value.to(self._dtype) if is_narrow else value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -353,10 +350,8 @@ class Widened(TorchDispatchMode):
             return func(*self._as_written(func, args), **kwargs)
         if kwargs.get("dtype") in self._narrow:
             kwargs["dtype"] = self._dtype
-        args, kwargs = (
-            _each(self._wide, args),
-            {name: _each(self._wide, value) for name, value in kwargs.items()},
-        )
+        args = _each(self._wide, args)
+        kwargs = {name: _each(self._wide, value) for name, value in kwargs.items()}
         if func is _ATEN._grouped_mm.default:
             return _products(*args, **kwargs)
         return func(*args, **kwargs)
@@ -368,11 +363,9 @@ class Widened(TorchDispatchMode):
         if move is not None:
             dtype = torch.promote_types(value.dtype, self._dtype)
             return move.add_to(value.to(dtype, memory_format=torch.contiguous_format, copy=True))
-        return (
-            value.to(self._dtype, memory_format=torch.contiguous_format)
-            if value.dtype in self._narrow
-            else value
-        )
+        if value.dtype not in self._narrow:
+            return value
+        return value.to(self._dtype, memory_format=torch.contiguous_format)
 
     def _rows(
         self, func: Any, weight: torch.Tensor, ids: torch.Tensor, *rest: Any, **more: Any

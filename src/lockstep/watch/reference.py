@@ -41,7 +41,7 @@ from lockstep.rollouts.group import RolloutGroup
 from lockstep.shards.model import local_part
 from lockstep.tokens.arrays import Reals
 from lockstep.tokens.chat import embedding_rows
-from lockstep.watch.elements import Drawn
+from lockstep.watch.elements import DrawnElements
 from lockstep.watch.plain_forward import completion_logps, sampled_logps
 from lockstep.watch.push import canary_sequences
 from lockstep.watch.tolerances import Tolerance, own_limit
@@ -99,7 +99,7 @@ class FrozenWeights:
         self._key = key_for(tensors.values())
         self._digests = digests_of(tensors, self._key)
         self._filled = {name: t for name, t in tensors.items() if t.numel()}
-        self._drawn = Drawn.of(list(self._filled.values()), (seed, 0))
+        self._drawn = DrawnElements.of(list(self._filled.values()), (seed, 0))
         self._values = self._drawn.read(list(self._filled.values()))
 
     @property

@@ -49,21 +49,11 @@ def seal(folder: Path, memory: Mapping[str, str], state: Mapping[str, Any]) -> s
     Returns:
         The digest of `digests.json`, for the receipt. The copy of the receipt in the checkpoint is not digested.
     """
-    files = _digests(
-        [
-            path
-            for path in folder.rglob("*")
-            if path.is_file() and path.name not in (DIGESTS, TRAINER_STATE, RECEIPT)
-        ]
-    )
-    text = json.dumps(
-        {
-            "files": {str(path.relative_to(folder)): digest for path, digest in sorted(files.items())},
-            "memory": dict(memory),
-            "state": _state_digest(state),
-        },
-        indent=0,
-    )
+    left_out = (DIGESTS, TRAINER_STATE, RECEIPT)
+    files = _digests([path for path in folder.rglob("*") if path.is_file() and path.name not in left_out])
+    by_name = {str(path.relative_to(folder)): digest for path, digest in sorted(files.items())}
+    digests = {"files": by_name, "memory": dict(memory), "state": _state_digest(state)}
+    text = json.dumps(digests, indent=0)
     replace_text(folder / DIGESTS, text)
     return text_digest(text)
 

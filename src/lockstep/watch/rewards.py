@@ -110,10 +110,8 @@ class AskedAgain:
         if any(r.notes or r.further for g in groups for r in g.rollouts):
             self._leave_out(function, "gives other scores for a part of the completions")
             return
-        before, once, again = (
-            _scores(function, groups),
-            *(self._ask(function, groups, rows, state) for _ in range(2)),
-        )
+        before = _scores(function, groups)
+        once, again = (self._ask(function, groups, rows, state) for _ in range(2))
         if once is None or again is None:
             return
         if not _equal(once, again):

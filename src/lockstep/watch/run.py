@@ -240,10 +240,8 @@ class RunWatch:
         self._again = None
         if moved or generation.fresh_tokens != generation.sampled_tokens:
             # No other proof compares every token of this step's forward.
-            names, seed = (
-                [s.name for own in learned for s in own],
-                (config.seed, self._step, self._ranks.rank),
-            )
+            names = [s.name for own in learned for s in own]
+            seed = config.seed, self._step, self._ranks.rank
             self._again = drawn_forward(generation.completions, names, policy, config.precision, seed)
 
         def check(version: int) -> Checked:
@@ -259,7 +257,7 @@ class RunWatch:
     ) -> list[list[TrainingSequence]]:
         self._flow, self._repeated = LossGradient(self._objective), []
         if self._sampled is not None:
-            self._sampled.check_part(index, [s.name for s in sequences])
+            self._sampled.check_micro_batch(index, [s.name for s in sequences])
         part = self.model_gradient.part
         return [list(moving)] if part is None else part.split(moving)
 

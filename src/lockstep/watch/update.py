@@ -31,7 +31,7 @@ import torch
 from lockstep.devices import on_host
 from lockstep.errors import ProofError
 from lockstep.shards.model import first_element, is_sharded, local_part
-from lockstep.watch.elements import AccumulationProof, Drawn, check_still, read_all
+from lockstep.watch.elements import AccumulationProof, DrawnElements, check_still, read_all
 from lockstep.watch.optimizer_rules import Expected, OptimizerRule, Rates, State
 from lockstep.watch.optimizer_settings import OptimizerSettings
 
@@ -94,7 +94,7 @@ class UpdateProof:
         self._draw(step)
 
     def _draw(self, step: int) -> None:
-        self._drawn = Drawn.of(self._trained, (self._seed, step, 1))
+        self._drawn = DrawnElements.of(self._trained, (self._seed, step, 1))
         self._kept = self._rule.read(self._drawn)
 
     # ---- before the optimizer ---------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class UpdateProof:
         few = {i: g for i, g in enumerate(gradients) if g is not None and squares[i] > 0 and not seen[i]}
         found = map(int, on_host([some_nonzero(local_part(gradient)) for gradient in few.values()]))
         places = {i: first_element(g) + place for (i, g), place in zip(few.items(), found, strict=True)}
-        self._sparse = Drawn.around(places, self._trained)
+        self._sparse = DrawnElements.around(places, self._trained)
         self._sparse_kept = self._rule.read(self._sparse)
 
     def clipped(self, norm: float) -> None:
@@ -249,7 +249,7 @@ class UpdateProof:
             for k, own in enumerate(values)
         ]
 
-    def _compare(self, drawn: Drawn, kept: State, gradients: torch.Tensor, found: State) -> None:
+    def _compare(self, drawn: DrawnElements, kept: State, gradients: torch.Tensor, found: State) -> None:
         expected = self._rule.expected(kept, gradients, drawn, self._step_rates)
         if expected is None:
             return
@@ -273,7 +273,7 @@ class UpdateProof:
             )
 
     def _wrong_values(
-        self, drawn: Drawn, kept: State, found: State, expected: Expected, wrong: torch.Tensor
+        self, drawn: DrawnElements, kept: State, found: State, expected: Expected, wrong: torch.Tensor
     ) -> ProofError:
         due, made = expected.state.values - kept.values, found.values - kept.values
         excess = ((made - due).abs() - expected.slack).nan_to_num(torch.inf)
@@ -335,10 +335,8 @@ class UpdateProof:
 
     def _figures(self, found: State, share: Share) -> dict[str, float]:
         """Sizes over all trained tensors, estimated from the drawn elements."""
-        change, sizes = (
-            found.values - self._kept.values,
-            torch.tensor([float(p.numel()) for p in self._trained]),
-        )
+        change = found.values - self._kept.values
+        sizes = torch.tensor([float(p.numel()) for p in self._trained])
         counts = torch.bincount(self._drawn.owners, minlength=len(sizes)).clamp(min=1).double()
 
         def totals(values: torch.Tensor) -> list[float]:
@@ -355,7 +353,7 @@ class UpdateProof:
             "update/moved_share": moved / float(sizes.sum()),
         }
 
-    def _name(self, drawn: Drawn, element: int) -> str:
+    def _name(self, drawn: DrawnElements, element: int) -> str:
         return self._names[int(drawn.owners[element])]
 
 
