@@ -1922,7 +1922,7 @@ MUTATIONS = [
     ),
     Mutation(
         "events: the reference's outputs are compared",
-        "lambda: self.reference_outputs.check(scorer, self.frozen, precision)",
+        "lambda: outputs.check(scorer, self.frozen, precision)",
         "lambda: None",
         f"{EVENTS}::test_every_proof_of_the_watch_is_made_at_its_event",
     ),
@@ -4249,14 +4249,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU: the proof of the backward reads number by number",
-        "map(float, on_host([",
-        "map(float, ([",
+        "numbers = on_host([",
+        "numbers = ([",
         COUNTS,
     ),
     Mutation(
         "a GPU: the module probe reads module by module",
-        "iter(on_host([tensor for *_, pairs in parts for pair in pairs for tensor in pair.of_trainer]))",
-        "iter([tensor.cpu() for *_, pairs in parts for pair in pairs for tensor in pair.of_trainer])",
+        "iter(on_host([tensor for *_, pairs in compared for pair in pairs for tensor in pair.of_trainer]))",
+        "iter([tensor.cpu() for *_, pairs in compared for pair in pairs for tensor in pair.of_trainer])",
         COUNTS,
     ),
     Mutation(

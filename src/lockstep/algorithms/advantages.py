@@ -154,9 +154,8 @@ def rewards_to_go(
     earned = -beta * kl
     written = segments.lengths > 0
     last = segments.lengths.cumsum(0) - 1
-    return _discounted_sums(
-        earned.index_add(0, last[written], rewards[written].to(earned.dtype)), gamma, segments
-    )
+    earned = earned.index_add(0, last[written], rewards[written].to(earned.dtype))
+    return _discounted_sums(earned, gamma, segments)
 
 
 @torch.no_grad()
@@ -176,9 +175,8 @@ def generalised_advantages(
         (N,) advantages and (N,) returns. The returns are advantages + values, the targets of the value function.
     """
     following = torch.cat([values[1:], values.new_zeros(1)])[: len(values)]
-    same = torch.cat([segments.ids[1:] == segments.ids[:-1], segments.ids.new_zeros(1, dtype=torch.bool)])[
-        : len(values)
-    ]
+    same = segments.ids[1:] == segments.ids[:-1]
+    same = torch.cat([same, same.new_zeros(1)])[: len(values)]
     surprise = token_rewards + gamma * following.masked_fill(~same, 0.0) - values
     advantages = _discounted_sums(surprise, gamma * lam, segments)
     return advantages, advantages + values

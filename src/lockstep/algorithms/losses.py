@@ -282,6 +282,5 @@ def choose(rewards_first: torch.Tensor, rewards_second: torch.Tensor) -> torch.T
     """
     nobody = torch.full_like(rewards_first, -1, dtype=torch.int64)
     # Comparisons with NaN are false in both directions.
-    return nobody.masked_fill(rewards_first > rewards_second, 0).masked_fill(
-        rewards_second > rewards_first, 1
-    )
+    found = nobody.masked_fill(rewards_first > rewards_second, 0)
+    return found.masked_fill(rewards_second > rewards_first, 1)

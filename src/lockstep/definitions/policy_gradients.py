@@ -112,7 +112,6 @@ def value(values: Array, old: Array, returns: Array, clip_range: float) -> Deriv
     clipped_values = np.clip(values, old - clip_range, old + clip_range)
     error, clipped_error = values - returns, clipped_values - returns
     is_inside = np.abs(values - old) <= clip_range
-    near = (np.abs(np.abs(values - old) - clip_range) <= NEAR) | (
-        np.abs(error**2 - clipped_error**2) <= NEAR * error**2
-    ) & ~is_inside
+    at_edge = np.abs(np.abs(values - old) - clip_range) <= NEAR
+    near = at_edge | (np.abs(error**2 - clipped_error**2) <= NEAR * error**2) & ~is_inside
     return Derivative(np.where(error**2 >= clipped_error**2, error, clipped_error * is_inside), near)

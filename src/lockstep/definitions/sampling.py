@@ -77,9 +77,8 @@ def broken_rule(
             return f"has {len(ids)} tokens, did not end its thinking within {latest} tokens, and was not interrupted"
         return None
     start = int(places[0])
-    if not np.array_equal(places, np.arange(start, start + len(inserted))) or not np.array_equal(
-        ids[places], inserted
-    ):
+    in_a_row = np.array_equal(places, np.arange(start, start + len(inserted)))
+    if not in_a_row or not np.array_equal(ids[places], inserted):
         return f"has {len(places)} inserted ids, and they are not the {len(inserted)} ids of the interruption"
     if not earliest <= start <= latest:
         return f"was interrupted after {start} tokens instead of {earliest} to {latest}"

@@ -136,10 +136,8 @@ class AdvantageProof:
         if settings.multi_objective_aggregation == "normalize_then_sum":
             count = len(self._all[0].scores)
             weights = [*self._reward_weights, *([1.0] * count)][:count]
-            flat = define.gdpo(
-                [[[c.scores[k] for c in g] for k in range(count)] for g in self._groups], weights
-            )
-            rows = iter(flat)
+            scores = [[[c.scores[k] for c in g] for k in range(count)] for g in self._groups]
+            rows = iter(define.gdpo(scores, weights))
             return self._spread([[next(rows) for _ in group] for group in self._groups])
         # The run computes in float32.
         rewards = [[None if r is None else float(np.float32(r)) for r in self._of(g)] for g in self._groups]
@@ -171,9 +169,8 @@ class AdvantageProof:
             low, high = settings.reward_clip_range
             groups = [[None if r is None else min(max(r, low), high) for r in own] for own in groups]
         if settings.beta != 0.0:
-            paid = [
-                [0.0 if c.name in self._masked else math.fsum(c.divergences) for c in g] for g in self._groups
-            ]
+            whole = {c.name: 0.0 if c.name in self._masked else math.fsum(c.divergences) for c in self._all}
+            paid = [[whole[c.name] for c in group] for group in self._groups]
             groups = [
                 [None if r is None else r - settings.beta * kl for r, kl in zip(own, kls, strict=True)]
                 for own, kls in zip(groups, paid, strict=True)
@@ -219,9 +216,8 @@ class AdvantageProof:
         self, values: Mapping[str, Sequence[float]], learned: Mapping[str, bool]
     ) -> dict[str, tuple[list[float], float]]:
         """Values per token, whitened over the tokens of the generation that are learned from."""
-        rows = iter(
-            define.whitened([v if learned[c.name] else None for c in self._all for v in values[c.name]])
-        )
+        kept = [v if learned[c.name] else None for c in self._all for v in values[c.name]]
+        rows = iter(define.whitened(kept))
         made = {c.name: [next(rows) or 0.0 for _ in range(c.length)] for c in self._all}
         return {name: (own, _LOOSE * (1 + max(map(abs, own), default=0.0))) for name, own in made.items()}
 
@@ -232,9 +228,8 @@ class AdvantageProof:
             paid = []
             for c in (first, second):
                 reward = self._rewards[c.name]
-                paid.append(
-                    None if reward is None else float(np.float32(reward - (penalty if c.cut else 0.0)))
-                )
+                less = penalty if c.cut else 0.0
+                paid.append(None if reward is None else float(np.float32(reward - less)))
             empty = not (first.length and second.length)
             signs.append((0.0, 0.0) if empty else define.preference(*paid))
         return self._spread(signs)

@@ -48,8 +48,7 @@ from lockstep.watch.push import canary_gap, canary_sequences, check_canary
 from lockstep.watch.tolerances import Tolerance
 
 Sequences = dict[str, tuple[int, ...]]
-# At least this many sampled tokens of a generation are compared, if it has as many. A mean over that many roundings
-# is steady.
+# So many sampled tokens of a generation are compared, if it has as many: a mean over them is steady.
 LEAST = PooledGap.enough
 
 

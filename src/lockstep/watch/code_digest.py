@@ -181,9 +181,7 @@ class _Walk:
             self._say(names, text if len(text) <= _LONGEST else text_digest(text))
         except (TypeError, ValueError, RecursionError):
             if isinstance(value, Mapping):
-                items = [
-                    (str(key) if isinstance(key, _PLAIN) else "", key, part) for key, part in value.items()
-                ]
+                items = [(str(k) if isinstance(k, _PLAIN) else "", k, part) for k, part in value.items()]
             elif isinstance(value, Set):
                 items = [("", None, part) for part in sorted(value, key=str)]
             else:
@@ -264,9 +262,8 @@ class _Walk:
             return
         codes = list(_codes(function))
         names = {name for code in codes for name in code.co_names}
-        used = {
-            str(step.argval) for code in codes for step in dis.get_instructions(code) if _is_of_globals(step)
-        }
+        steps = [step for code in codes for step in dis.get_instructions(code)]
+        used = {str(step.argval) for step in steps if _is_of_globals(step)}
         for name in sorted(used & function.__globals__.keys()):
             found = function.__globals__[name]
             if isinstance(found, types.ModuleType):
@@ -292,14 +289,12 @@ _HOLDING = (types.FunctionType, types.MethodType, functools.partial, *_COLLECTIO
 
 def _attributes(value: Any) -> dict[str, Any]:
     slots = [name for kind in type(value).__mro__ for name in _listed(getattr(kind, "__slots__", ()))]
-    held = {
-        name: getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name)
-    }
+    named = [name for name in slots if not name.startswith("__") and hasattr(value, name)]
     # What a property has computed and keeps is there only after it was asked for.
     own = getattr(value, "__dict__", {})
     kinds = {key: inspect.getattr_static(type(value), key, None) for key in own}
     kept = {key: own[key] for key, kind in kinds.items() if not isinstance(kind, functools.cached_property)}
-    return {**held, **kept}
+    return {name: getattr(value, name) for name in named} | kept
 
 
 def _listed(names: Any) -> list[str]:

@@ -174,9 +174,8 @@ class SampledTokens:
         self._same(due, ids == due.ids, "ids, or the ids before them,")
         self._same(due, logps == due.logps, "log-probs of the engine")
         if due.old_logps is not None:
-            self._same(
-                due, old_logps is not None and digest_of(name, old_logps) == due.old_logps, "old log-probs"
-            )
+            same = old_logps is not None and digest_of(name, old_logps) == due.old_logps
+            self._same(due, same, "old log-probs")
 
     def _due(self, name: str) -> Sampled:
         if name not in self._sampled:

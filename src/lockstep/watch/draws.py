@@ -171,8 +171,7 @@ BETS = _bets()
 
 # Largest probability that the evidence of a run without a fault ever reaches the limit.
 FALSE_ALARM = 1e-6
-# Nats that each token pays for the rounding of the log-softmax in fp32. It may be the same for every token of a long
-# run.
+# Nats that each token pays for the rounding of the log-softmax in fp32, which may be the same in a whole run.
 SLACK = 1e-5
 
 

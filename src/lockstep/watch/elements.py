@@ -247,9 +247,8 @@ class AccumulationProof:
         # A tensor that got no gradient has added 0.
         counts = np.bincount(self._drawn.owners.numpy(), minlength=len(self._added)).tolist()
         zero = torch.zeros(1, dtype=torch.float64)
-        added = [
-            torch.stack(own) if own else zero.expand(1, n) for own, n in zip(self._added, counts, strict=True)
-        ]
+        pairs = zip(self._added, counts, strict=True)
+        added = [torch.stack(own) if own else zero.expand(1, n) for own, n in pairs]
         *pieces, self._found = read_all([*added, self._drawn.values([p.grad for p in self._parameters])])
         sums, sizes = [stacked.sum(0) for stacked in pieces], [stacked.abs().sum(0) for stacked in pieces]
         joined = [torch.cat(own).tolist() if own else [] for own in (sums, sizes)]

@@ -205,9 +205,8 @@ class Proofs:
         """Write into the receipt the settings of a user's optimizer, and changes of settings that were taken."""
         assert self._receipt is not None
         groups = {} if given is None else {"given": list(given)}
-        self._receipt.append(
-            {"kind": "optimizer", "step": step, **groups, "changes": [change.line() for change in changes]}
-        )
+        lines = [change.line() for change in changes]
+        self._receipt.append({"kind": "optimizer", "step": step, **groups, "changes": lines})
 
     def note_unproven(self, step: int, proof: str, why: str) -> None:
         """Write into the receipt that a proof could not be made at a step, and why."""
@@ -325,8 +324,7 @@ class Proofs:
                 self.measure_limits(completions, version)
             limit = self.tail.limit
             pools = self._config.max_staleness or limit.is_coarse
-            # Some generations are judged twice, with the same tokens. The pool gets them once, and sets are compared
-            # once.
+            # Some generations are judged twice, with the same tokens. They count once in the pool and in the sets.
             again, self._judged_version = version == self._judged_version, version
             pool = PooledGap() if again else self.pool
             judged = pool.add(gap, limit) if pools else gap
@@ -365,9 +363,8 @@ class Proofs:
     def _check_limits(self, gap: GapStats, completions: Sequence[Completion], version: int) -> None:
         if over_limits(gap, self.tail.limit):
             # The limits of an extension are those of other tokens, unless these tokens were measured.
-            self.measure_limits(
-                sorted(completions, key=lambda c: str(c.key) != gap.worst), version, always=True
-            )
+            worst_first = sorted(completions, key=lambda c: str(c.key) != gap.worst)
+            self.measure_limits(worst_first, version, always=True)
         limit = self.tail.limit
         if over_limits(gap, limit):
             raise self.explained.error(gap, limit, completions, version)
@@ -415,8 +412,7 @@ class Proofs:
         version = generation.version
         if (begun := self._begun) is not None:
             if not record:
-                # The gap is checked once per generation, together with the canary. The policy does not change before
-                # that.
+                # The gap is checked once per generation, with the canary, and the policy does not change before that.
                 self.check_draws(draws, version)
                 return
             self.recovery.run(lambda: self._prove_ahead(begun, generation))
@@ -433,10 +429,8 @@ class Proofs:
             self._send(version)
             self.ask_again(generation.completions, version, self._limit_ahead)
         self.check_asked_again(version)
-        finished = {
-            number: [c for r in found for c in r.branches] for number, found in begun.finished().items()
-        }
-        self.check_begun(finished, version)
+        finished = begun.finished().items()
+        self.check_begun({n: [c for r in found for c in r.branches] for n, found in finished}, version)
 
     def write(self, gap: GapStats, sampled: int, aside: int, step: int, version: int) -> None:
         """Write the receipt's line of a step whose proofs have passed.
@@ -453,10 +447,8 @@ class Proofs:
             **self._of_staleness(sampled - aside - gap.tokens),
             "draws": {**self._draws.data(), "z": self._last_draws.z, "tokens": self._last_draws.tokens},
         }
-        line = step_line(
-            step, version, self.push, gap, self.tail.limit, self.judged_now, self.pool.waiting, more
-        )
-        self._receipt.append(line)
+        judged = self.tail.limit, self.judged_now, self.pool.waiting
+        self._receipt.append(step_line(step, version, self.push, gap, *judged, more))
         self.tail.add(gap)
 
     def _of_staleness(self, stale: int) -> dict[str, Any]:

@@ -39,11 +39,10 @@ from lockstep.watch.plain_forward import LOGITS_BYTES
 from lockstep.watch.settings import SettingsProof
 from lockstep.watch.tolerances import Tolerance
 
-# Number of tokens that are drawn from each pack. As many are compared per micro-batch, about the same number of each
-# pack. If kept ids are compared, the number is larger, because a mean over few sets shows little.
+# So many tokens are drawn from each pack, and as many are compared per micro-batch, about the same number of each
+# pack; more where kept ids are compared, because a mean over few sets shows little.
 _DRAWN, _DRAWN_SETS = 8, 64
-# A token so far from the start of its completion is not compared with the filters, because all ids before it would be
-# read.
+# A token so far into its completion is not compared with the filters, because all ids before it would be read.
 LONGEST = 4096
 
 
@@ -127,11 +126,10 @@ class DrawnRows:
             return KeptSetStats()
         inner, (rows, logps, hidden) = causal_model(model), self._chosen()
         head, config = inner.get_output_embeddings(), inner.config.get_text_config()
+        dtype = head.weight.dtype
         due, found, start = [], KeptSetStats(), 0
         for part in hidden.split(max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))):
-            product = (
-                fp32_head_product(head, part) if fp32_head else _product(head, part.to(head.weight.dtype))
-            )
+            product = fp32_head_product(head, part) if fp32_head else _product(head, part.to(dtype))
             logits = transformed_logits(config, product).float().cpu()
             own, start = rows[start : start + len(part)], start + len(part)
             if self._kept_sets is not None:
@@ -163,8 +161,7 @@ def _product(head: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
     """(n, V) result of an output head for a few rows."""
     if type(head) is not torch.nn.Linear or rows.device.type != "cpu":
         return head(rows)
-    # PyTorch's product for a CPU is twice as fast in this order, for 8 rows of 576 numbers and 49,152 tokens in
-    # float32.
+    # On a CPU this order is twice as fast, for 8 rows of 576 numbers and 49,152 tokens in float32.
     found = (head.weight @ rows.T).T
     return found if head.bias is None else found + head.bias
 
@@ -341,6 +338,5 @@ def draws_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> Draw
     if len(drawn) < len(sequences):
         values = values[:, np.repeat([s.drawn for s in sequences], [s.length for s in sequences])]
     fresh = None if sequences[0].fresh is None else flat(drawn, "fresh")
-    return measure_draws(
-        TokenDraws(*values), column(drawn, "behaviour_logps"), [s.length for s in drawn], fresh
-    )
+    lengths = [s.length for s in drawn]
+    return measure_draws(TokenDraws(*values), column(drawn, "behaviour_logps"), lengths, fresh)

@@ -82,14 +82,12 @@ class DrawnSum:
         """The central difference along each direction. All sums are read from the device at once."""
 
         def moved(moves: Mapping[int, Move], sign: float) -> torch.Tensor:
-            return self.total(
-                {i: Move(sign * step * m.size, m.rows, m.columns) for i, m in moves.items()}, dtype
-            )
+            own = {i: Move(sign * step * m.size, m.rows, m.columns) for i, m in moves.items()}
+            return self.total(own, dtype)
 
         sums = on_host([moved(moves, sign) for moves in directions for sign in (1.0, -1.0)])
-        return [
-            (float(up) - float(down)) / (2 * step) for up, down in zip(sums[::2], sums[1::2], strict=True)
-        ]
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        return [(float(up) - float(down)) / (2 * step) for up, down in pairs]
 
 
 def _signs(tensor: torch.Tensor, size: float, seed: tuple[int, ...]) -> Move:
@@ -138,10 +136,8 @@ class Directions:
 
     def distance(self) -> float:
         """How far the gradients are now from the first ones, along the directions, in sizes of those."""
-        held = self._along_now()
-        pairs = [
-            (now[name], a) for now, along in zip(held, self.along, strict=True) for name, a in along.items()
-        ]
+        both = zip(self._along_now(), self.along, strict=True)
+        pairs = [(now[name], before) for now, along in both for name, before in along.items()]
         apart = math.sqrt(sum((now - before) ** 2 for now, before in pairs))
         size = math.sqrt(sum(before**2 for _, before in pairs))
         return _in_sizes(apart, size)
@@ -418,9 +414,8 @@ def _norms(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
 def _read(values: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
     """Numbers of a device, by name, with one copy. None is 0."""
     held = [name for name, value in values.items() if value is not None]
-    found = dict(
-        zip(held, map(float, on_host([value for value in values.values() if value is not None])), strict=True)
-    )
+    numbers = on_host([value for value in values.values() if value is not None])
+    found = dict(zip(held, map(float, numbers), strict=True))
     return {name: found.get(name, 0.0) for name in values}
 
 
@@ -431,9 +426,8 @@ def _in_sizes(apart: float, size: float) -> float:
 
 def _norm(tensor: torch.Tensor) -> torch.Tensor:
     """() on the tensor's device."""
-    return torch.linalg.vector_norm(
-        tensor.detach(), dtype=torch.float32 if tensor.dtype != torch.float64 else None
-    )
+    dtype = None if tensor.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(tensor.detach(), dtype=dtype)
 
 
 def _along(

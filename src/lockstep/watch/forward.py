@@ -166,15 +166,13 @@ def standing(trained: Sequence[torch.nn.Module], backward: Callable[..., Any]) -
         found[f"attention function {name!r}"] = (function,)
     for root in trained:
         for name, module in root.named_modules():
-            own = vars(module)
-            found[f"forward of {name or type(module).__name__}"] = (
-                _function(own.get("forward", type(module).forward)),
-            )
+            own, whose = vars(module), name or type(module).__name__
+            found[f"forward of {whose}"] = (_function(own.get("forward", type(module).forward)),)
             for hooks, title in _OF_MODULES.items():
                 if own[hooks]:
-                    found[f"{title} of {name or type(module).__name__}"] = tuple(own[hooks].values())
+                    found[f"{title} of {whose}"] = tuple(own[hooks].values())
             if isinstance(module, PreTrainedModel):
-                found[f"attention of {name or type(module).__name__}"] = (module.config._attn_implementation,)
+                found[f"attention of {whose}"] = (module.config._attn_implementation,)
         for name, parameter in root.named_parameters():
             for hooks, title in _OF_TENSORS.items():
                 if held := getattr(parameter, hooks):
@@ -250,10 +248,8 @@ def name_of(one: Any) -> str:
         return repr(one)
     function = _function(one)
     code = getattr(function, "__code__", None)
-    name = getattr(code, "co_qualname", None) or getattr(
-        function, "__qualname__", type(function).__qualname__
-    )
-    return f"{_module_of(function)}.{name}"
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{_module_of(function)}.{getattr(code, 'co_qualname', None) or name}"
 
 
 def _function(one: Any) -> Any:
@@ -267,18 +263,16 @@ def _module_of(function: Any) -> str:
     """The module whose code runs. `functools.wraps` gives a function another one's `__module__`, not its globals."""
     if (own := getattr(function, "__globals__", None)) is not None:
         return str(own.get("__name__", ""))
-    return getattr(function, "__module__", None) or (
-        "torch" if "torch" in repr(function) else type(function).__module__
-    )
+    other = "torch" if "torch" in repr(function) else type(function).__module__
+    return getattr(function, "__module__", None) or other
 
 
 def _is_of_a_library(one: Any) -> bool:
     if isinstance(one, str):
         return False
     where = _module_of(_function(one))
-    return any(where == own or where.startswith(f"{own}.") for own in _LIBRARIES) and not where.startswith(
-        _FAULTS
-    )
+    is_in = any(where == own or where.startswith(f"{own}.") for own in _LIBRARIES)
+    return is_in and not where.startswith(_FAULTS)
 
 
 def _among(one: Any, others: Sequence[Any]) -> bool:

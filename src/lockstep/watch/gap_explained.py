@@ -298,9 +298,8 @@ def _answers_again(
     if any(c.pictures is not None for c in completions):
         return None
     try:
-        found = engine.score(
-            {str(c.key): (*c.prompt_ids.tolist(), *c.token_ids.tolist()) for c in completions}
-        )
+        paths = {str(c.key): (*c.prompt_ids.tolist(), *c.token_ids.tolist()) for c in completions}
+        found = engine.score(paths)
     except InputError:
         return None
     gaps = []

@@ -36,12 +36,8 @@ _NO_MEANING_IN_GENERATION = {
     "output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id",
 }  # fmt: skip
 _NO_MEANING_OF_IMAGES = {
-    "_processor_class",
-    "processor_class",
-    "image_processor_type",
-    "feature_extractor_type",
-    "device",
-}
+    "_processor_class", "processor_class", "image_processor_type", "feature_extractor_type", "device",
+}  # fmt: skip
 # A longer value stands in the receipt as its digest.
 _LONGEST = 200
 _CONFIG = "config.json"
@@ -60,9 +56,8 @@ def model_meaning(model: Any, tokenizer: Any, end_ids: tuple[int, ...], images: 
         _TOKENIZER: tokenizer_meaning(tokenizer),
     }
     if model.generation_config is not None:
-        found["generation_config.json"] |= _meaning(
-            model.generation_config.to_dict(), _NO_MEANING_IN_GENERATION
-        )
+        fields = model.generation_config.to_dict()
+        found["generation_config.json"] |= _meaning(fields, _NO_MEANING_IN_GENERATION)
     if images is not None:
         found["image processor"] = _meaning(images.to_dict(), _NO_MEANING_OF_IMAGES)
     return found
@@ -194,9 +189,8 @@ def changed_surroundings(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> 
     """What has changed between two starts, one text each; nothing if the earlier one has noted nothing."""
     before, after = ({**given, **given.get("versions", {}), "versions": None} for given in (earlier, now))
     names = [name for name in {**after, **before} if earlier and before.get(name) != after.get(name)]
-    return [
-        f"{name} was {before.get(name, 'not there')}, is {after.get(name, 'not there')}" for name in names
-    ]
+    nothing = "not there"
+    return [f"{name} was {before.get(name, nothing)}, is {after.get(name, nothing)}" for name in names]
 
 
 def check_surroundings(changed: Sequence[str], *, bitwise: bool, accept: bool) -> None:

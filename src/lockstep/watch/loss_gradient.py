@@ -108,9 +108,8 @@ def check(
 
     Rounding is judged by the largest derivative of a pack; `packs` has the number of tokens of each.
     """
-    values, near, own = (
-        np.concatenate(parts) for parts in ([d.values for d in due], [d.near for d in due], list(found))
-    )
+    columns = [d.values for d in due], [d.near for d in due], list(found)
+    values, near, own = map(np.concatenate, columns)
     off, sizes = np.abs(own - values), np.abs(values)
     scales = np.repeat([part.max(initial=0.0) for part in cut(sizes, packs)], packs)
     wrong = ~(off <= 2e-4 * sizes + 2e-5 * scales + 1e-12) & ~near
@@ -182,10 +181,8 @@ def _grpo(c: Tokens, settings: Any, beta: float) -> Derivative:
     elif settings.loss_type == "cispo":
         by_logp = -np.minimum(ratios, settings.clip_high) * c.advantages * factor
     elif settings.loss_type == "sapo":
-        slopes = define.sapo(
-            ratios, c.advantages, settings.sapo_temperature_pos, settings.sapo_temperature_neg
-        )
-        by_ratio = slopes * factor
+        temperatures = settings.sapo_temperature_pos, settings.sapo_temperature_neg
+        by_ratio = define.sapo(ratios, c.advantages, *temperatures) * factor
     else:
         up = c.advantages.mean() >= 0
         phi = define.vespo_weight(

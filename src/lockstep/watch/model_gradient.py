@@ -21,7 +21,6 @@ tenth step, so at the latest after 10 steps.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -172,12 +171,10 @@ class ModelGradient:
                 error = self._computed(lambda: check_added(added, drawn_sum, limit))
         if error is None:
             return Checked(checked.figures, self._unproven)
-        # A part that was compared with nothing but itself shows no plain forward. The drawn sum is then the whole
-        # proof.
+        # A part that was compared with nothing but itself shows no plain forward: the drawn sum is the whole proof.
         alone = is_coarse and self._autocast(policy) is None
-        return Checked(
-            checked.figures | {"checked/step_gradient_error": error}, checked.unproven if alone else ""
-        )
+        figures = checked.figures | {"checked/step_gradient_error": error}
+        return Checked(figures, checked.unproven if alone else "")
 
     def _checked_again(
         self,
@@ -238,8 +235,7 @@ class ModelGradient:
         named: Mapping[str, torch.nn.Parameter],
         seed: tuple[int, ...],
     ) -> float | None:
-        # Without autocast the limit is narrow. Then the gradient with autocast is compared with the gradient without
-        # it.
+        # The limit is narrow without autocast. Then the gradient with autocast is compared with the one without it.
         autocast = self._autocast(policy)
         exactly = policy if autocast is None else replace(policy, autocast=nullcontext)
         limit = self._limit(policy)[0] if autocast is None else gradient_limit(torch.float32)
@@ -283,9 +279,7 @@ class ModelGradient:
             with self._gradients(policy, chosen, factors, named):
                 exact = Directions(named, again)
                 try:
-                    error = self._computed(
-                        functools.partial(check_model_gradient, drawn_sum, named, again, limit)
-                    )
+                    error = self._computed(partial(check_model_gradient, drawn_sum, named, again, limit))
                 except ProofError as found:
                     failed.append(found)
             if failed and (len(failed) > _DRAWS // 2 or not exact.is_finite):
@@ -328,9 +322,8 @@ class ModelGradient:
             trouble = error.__cause__ if isinstance(error.__cause__, Exception) else error
             if not refuses_a_dtype(trouble):
                 raise
-            self._unproven = self._say(
-                f"a forward in float64 fails ({type(trouble).__name__}: {str(trouble)[:200]})"
-            )
+            what = f"{type(trouble).__name__}: {str(trouble)[:200]}"
+            self._unproven = self._say(f"a forward in float64 fails ({what})")
             return None
         if found is None:
             self._unproven = self._say("finite differences of its forward depend on the step")
@@ -415,13 +408,10 @@ def refuses_a_dtype(trouble: Exception) -> bool:
         # vLLM's batch-invariant products have a table by dtype.
         return isinstance(trouble.args[0] if trouble.args else None, torch.dtype)
     text = str(trouble).lower()
-    of_machine = any(
-        word in text for word in ("device", "cuda", "out of memory", "allocate memory", "enough memory")
-    )
-    of_library = isinstance(trouble, (RuntimeError, TypeError, ValueError)) and not isinstance(
-        trouble, LockstepError
-    )
-    return of_library and not of_machine
+    words = ("device", "cuda", "out of memory", "allocate memory", "enough memory")
+    if isinstance(trouble, LockstepError) or any(word in text for word in words):
+        return False
+    return isinstance(trouble, (RuntimeError, TypeError, ValueError))
 
 
 @contextmanager

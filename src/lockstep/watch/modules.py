@@ -51,8 +51,7 @@ from lockstep.watch.tolerances import output_rounding, probe_limit
 from lockstep.weights.push import weights_of
 from lockstep.weights.source import PlainSource
 
-# Number of linear layers, and of vectors (norms), in a sampled probe. It always contains all embeddings and heads as
-# well.
+# Number of linear layers, and of vectors (norms), in a sampled probe, beside all embeddings and heads.
 _SAMPLE = 6
 # Number of layers of experts in a sampled probe.
 _SAMPLED_LAYERS_OF_EXPERTS = 2
@@ -154,9 +153,7 @@ class ModuleProbe:
         *,
         source: Callable[[PreTrainedModel], PlainSource] | None = None,
     ) -> None:
-        self._model, self._given = model, source
-        self._engine = engine
-        self._dtype = engine_dtype
+        self._model, self._engine, self._dtype, self._given = model, engine, engine_dtype, source
         self._source = self._weights()
         self.modules = self._comparable(engine.modules(self._source.names))
         if not self.modules.probed:
@@ -164,9 +161,8 @@ class ModuleProbe:
         for module in self.modules.probed.values():
             if module.quantization and (module.quantization not in HELD_FORMS or module.kind != "linear"):
                 raise InputError(
-                    f"the engine computes {module.name} in 8 bits by {module.quantization}, which cannot be "
-                    f"proven yet: linear "
-                    f"layers in {', '.join(HELD_FORMS)} can, experts cannot; leave vllm_quantization out"
+                    f"the engine computes {module.name} in 8 bits by {module.quantization}, which cannot be proven "
+                    f"yet: linear layers in {', '.join(HELD_FORMS)} can, experts cannot; leave vllm_quantization out"
                 )
 
     @torch.no_grad()
@@ -178,34 +174,25 @@ class ModuleProbe:
         names = list(self.modules.probed) if every else self._sample(seed)
         answers = self._engine.probe(names, seed, every=every)
         limit, errors, wrong = probe_limit(self._dtype), dict[str, float](), set[str]()
-        parts = [
-            (
-                name,
-                tensors,
-                []
-                if found is None
-                else self._compared(self.modules.probed[name], tensors, seed, found, every),
-            )
-            for name in names
-            for tensors, found in self._parts(self.modules.probed[name], answers[name], seed, every)
-        ]
+        probed, compared = self.modules.probed, []
+        for name in names:
+            for tensors, found in self._by_tensor(probed[name], answers[name], seed, every):
+                pairs = [] if found is None else self._compared(probed[name], tensors, seed, found, every)
+                compared.append((name, tensors, pairs))
         # The trainer's outputs of all modules are read from its device at once.
-        own = iter(on_host([tensor for *_, pairs in parts for pair in pairs for tensor in pair.of_trainer]))
-        for name, tensors, pairs in parts:
+        own = iter(
+            on_host([tensor for *_, pairs in compared for pair in pairs for tensor in pair.of_trainer])
+        )
+        for name, tensors, pairs in compared:
             error = max((self._distance(pair, own) for pair in pairs), default=float("inf"))
             errors |= {tensor: max(errors.get(tensor, 0.0), error) for tensor in tensors}
             if not error <= limit:
                 # Several servers put their URL before the name (`engines/servers/server.py`).
                 wrong.add(name.rpartition("/")[0])
-        codes, recoded = self._compared_codes(
-            [name for name in names if self.modules.probed[name].quantization]
-        )
-        seconds, probed = time.perf_counter() - start, self.modules.probed
-        servers = tuple(sorted(wrong - {""}))
-        unreached = self.modules.unreached
-        return ProbeRecord(
-            errors, len(names), len(probed), unreached, limit, seconds, servers, codes, recoded
-        )
+        codes, recoded = self._compared_codes([name for name in names if probed[name].quantization])
+        seconds, servers = time.perf_counter() - start, tuple(sorted(wrong - {""}))
+        counts = len(names), len(probed), self.modules.unreached
+        return ProbeRecord(errors, *counts, limit, seconds, servers, codes, recoded)
 
     def _compared_codes(self, names: list[str]) -> tuple[int, tuple[str, ...]]:
         """How many modules' codes and scales were compared, and the names of those that differ from the trainer's."""
@@ -234,9 +221,8 @@ class ModuleProbe:
         """Share of the trainer's weights, counted in elements, that a probe reaches."""
         source = self._source
         names = {source.first_name(name) for name in source.names if not name.endswith("bias")}
-        reached = {
-            source.first_name(tensor) for module in self.modules.probed.values() for tensor in module.tensors
-        }
+        tensors = [tensor for module in self.modules.probed.values() for tensor in module.tensors]
+        reached = set(map(source.first_name, tensors))
         weights = {name: source.shape(name).numel() for name in names}
         return sum(size for name, size in weights.items() if name in reached) / sum(weights.values())
 
@@ -253,12 +239,8 @@ class ModuleProbe:
     def _sample(self, seed: int) -> list[str]:
         """Names of all embeddings and heads, and of a sample of the layers and of the vectors."""
         probed, head = self.modules.probed, self._source.first_name(head_name(self._model))
-        layers = [
-            name
-            for name, module in probed.items()
-            if module.kind == "linear"
-            and all(self._source.first_name(tensor) != head for tensor in module.tensors)
-        ]
+        linear = [(name, module.tensors) for name, module in probed.items() if module.kind == "linear"]
+        layers = [name for name, own in linear if head not in map(self._source.first_name, own)]
         vectors = [name for name, module in probed.items() if module.kind == "values"]
         experts = [name for name, module in probed.items() if module.kind == "experts"]
         draw = random.Random(seed)
@@ -278,7 +260,7 @@ class ModuleProbe:
             return shape.numel()
         return shape[1] if self._transposed(tensor) else shape[0]
 
-    def _parts(
+    def _by_tensor(
         self, module: ProbedModule, answer: torch.Tensor, seed: int, every: bool
     ) -> list[tuple[tuple[str, ...], torch.Tensor | None]]:
         """An answer split by the module's tensors, (inputs, outputs) each; all None if the answer has the wrong size.
@@ -288,22 +270,17 @@ class ModuleProbe:
         if module.kind == "embedding":
             return [((module.tensors[0],), answer)]
         if module.kind == "experts":
-            first = [
-                _PROJECTIONS * e for e in probe_experts(seed, module.name, self._experts(module), every=every)
-            ]
+            count = len(module.tensors) // _PROJECTIONS
+            first = [_PROJECTIONS * e for e in probe_experts(seed, module.name, count, every=every)]
             names = [module.tensors[i : i + _PROJECTIONS] for i in first]
             whole = len(answer) == len(names) * module.outputs
             return [(n, answer.view(len(names), -1)[i] if whole else None) for i, n in enumerate(names)]
         inputs = 2 if module.has_bias else 1
         if len(answer) != inputs * module.outputs:
             return [((tensor,), None) for tensor in module.tensors]
-        parts = answer.view(inputs, -1).split(
-            [self._outputs(module, tensor) for tensor in module.tensors], dim=1
-        )
-        return [((tensor,), part) for tensor, part in zip(module.tensors, parts, strict=True)]
-
-    def _experts(self, module: ProbedModule) -> int:
-        return len(module.tensors) // _PROJECTIONS
+        sizes = [self._outputs(module, tensor) for tensor in module.tensors]
+        pieces = answer.view(inputs, -1).split(sizes, dim=1)
+        return [((tensor,), piece) for tensor, piece in zip(module.tensors, pieces, strict=True)]
 
     def _compared(
         self, module: ProbedModule, tensors: tuple[str, ...], seed: int, found: torch.Tensor, every: bool
@@ -328,9 +305,8 @@ class ModuleProbe:
         vector = sent(draw(seed, module.name, self._inputs(tensor)), weight.device)
         if module.kind == "embedding":
             rows = probe_rows(seed, module.name, len(weight), every=every)
-            expected = torch.cat(
-                [self._cast(weight[own]) @ vector for own in sent(rows, weight.device).split(PROBED_ROWS)]
-            )
+            pieces = sent(rows, weight.device).split(PROBED_ROWS)
+            expected = torch.cat([self._cast(weight[own]) @ vector for own in pieces])
             return [_Compared(found, expected, expected)]
         if self._transposed(tensor):
             weight = weight.T
@@ -339,9 +315,8 @@ class ModuleProbe:
             rows = probe_rows(seed, module.name, len(weight), every=False)
             found, rows = found[:, rows], sent(rows, weight.device)
             weight, bias = weight[rows], None if bias is None else bias[rows]
-        product = torch.cat(
-            [self._held(module, own) @ vector.to(self._dtype).float() for own in weight.split(PROBED_ROWS)]
-        )
+        vector = vector.to(self._dtype).float()
+        product = torch.cat([self._held(module, own) @ vector for own in weight.split(PROBED_ROWS)])
         if not module.has_bias or bias is None:
             return [_Compared(found[0], product, product)]
         added = self._cast(bias)
@@ -387,9 +362,8 @@ def check_probe(record: ProbeRecord, version: int) -> None:
     where = f" at {', '.join(record.servers)}" if record.servers else ""
     raise ProofError(
         "module_probe",
-        f"at version {version} {len(failed)} of {len(record.errors)} weights give other outputs in the "
-        f"engine{where} than in the "
-        f"trainer (limit {record.limit:.0e} of their size): {shown}{', …' if len(failed) > 4 else ''}",
+        f"at version {version} {len(failed)} of {len(record.errors)} weights give other outputs in the engine{where} "
+        f"than in the trainer (limit {record.limit:.0e} of their size): {shown}{', …' if len(failed) > 4 else ''}",
         _cause(record, failed),
         "do not train on this engine; name the model, the layer and the engine's version in a report",
     )
@@ -399,9 +373,9 @@ def _check_codes(record: ProbeRecord, version: int) -> None:
     if record.recoded:
         raise ProofError(
             "codes",
-            f"at version {version} {len(record.recoded)} of {record.codes} modules hold other codes or scales "
-            f"in 8 bits than those "
-            f"of the trainer's weights: {', '.join(record.recoded[:4])}{', …' if len(record.recoded) > 4 else ''}",
+            f"at version {version} {len(record.recoded)} of {record.codes} modules hold other codes or scales in 8 "
+            f"bits than those of the trainer's weights: {', '.join(record.recoded[:4])}"
+            f"{', …' if len(record.recoded) > 4 else ''}",
             "the engine did not quantise the layer again after this push, or quantises by another formula",
             "do not train on this engine; name the model, the layer and the engine's version in a report",
         )

@@ -121,25 +121,21 @@ class OptimizerRule:
         new, moments, size = adamw(before.values, gradients, before.moments, settings)
         eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._parameters], dtype=torch.float64)[owners]
         loose = (8 * eps).clamp(min=1e-4)
-        return Expected(
-            State(new, moments), loose * size + 2 * eps * torch.maximum(new.abs(), before.values.abs())
-        )
+        rounding = 2 * eps * torch.maximum(new.abs(), before.values.abs())
+        return Expected(State(new, moments), loose * size + rounding)
 
     def moments_differ(
         self, expected: Moments, found: Moments, gradients: torch.Tensor, drawn: DrawnElements
     ) -> torch.Tensor:
         """(N,) bool, whether the moments after the step are not those that the rule makes."""
-        eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._parameters], dtype=torch.float64)[
-            drawn.owners
-        ]
+        by_tensor = [torch.finfo(p.dtype).eps for p in self._parameters]
+        eps = torch.tensor(by_tensor, dtype=torch.float64)[drawn.owners]
         loose = (8 * eps).clamp(min=1e-5)
         # Squares below float32's smallest numbers become zero.
-        first = (found.first - expected.first).abs() > loose * (
-            expected.first.abs() + gradients.abs()
-        ) + 1e-30
-        second = (found.second - expected.second).abs() > loose * (
-            expected.second + gradients.square()
-        ) + 1e-30
+        sizes = expected.first.abs() + gradients.abs()
+        first = (found.first - expected.first).abs() > loose * sizes + 1e-30
+        sizes = expected.second + gradients.square()
+        second = (found.second - expected.second).abs() > loose * sizes + 1e-30
         return first | second | (found.steps != expected.steps) | found.first.isnan() | found.second.isnan()
 
 
@@ -169,8 +165,7 @@ class Rates:
         """Check the learning rate of each group in the step after `step` steps, and return them."""
         if self.metrics is not None:
             return [self._of_group(index, due, step) for index, due in enumerate(self._by_metric(step))]
-        # The first step of a resumed run has the rate that its checkpoint was written with, even if the run is longer
-        # now.
+        # The first step of a resumed run has its checkpoint's rate, even if the run is longer now.
         resumed = 0 < step == self.start
         formula = None if resumed else self.schedule
         factor = None if formula is None else rate_factor(formula, step, self.warmup, self.total)
@@ -197,9 +192,8 @@ class Rates:
         """Note the learning rates from which a schedule goes on that follows metrics. A user may have set them."""
         if self.plateau is not None:
             found = map(self.settings.rate_set, range(len(self.plateau.rates)))
-            self.plateau.rates = [
-                r if given is None else given for r, given in zip(self.plateau.rates, found, strict=True)
-            ]
+            pairs = zip(self.plateau.rates, found, strict=True)
+            self.plateau.rates = [rate if given is None else given for rate, given in pairs]
 
     def after_metric(self, metric: float) -> None:
         """Note a metric that was given to the schedule."""
@@ -233,9 +227,8 @@ def _wrong(found: str) -> ProofError:
     return ProofError(
         "learning_rate",
         found,
-        "something other than the scheduler or a callback of yours set the learning rate, or the scheduler "
-        "belongs to another run or step",
-        "give the learning rate in the config (learning_rate, lr_scheduler_type, warmup_steps), or a "
-        "scheduler of your own with "
-        "the optimizer; resume with the checkpoint's scheduler.pt and the same settings",
+        "something other than the scheduler or a callback of yours set the learning rate, or the scheduler belongs to "
+        "another run or step",
+        "give the learning rate in the config (learning_rate, lr_scheduler_type, warmup_steps), or a scheduler of "
+        "your own with the optimizer; resume with the checkpoint's scheduler.pt and the same settings",
     )

@@ -25,8 +25,7 @@ import torch
 from lockstep.definitions.optimizer import SETTING_OF
 from lockstep.errors import ProofError
 
-# The settings of one group of tensors, by name: JSON types. The scheduler may change the learning rate itself at any
-# time.
+# The settings of one group of tensors, by name, in JSON types; not the learning rate, which the scheduler changes.
 Settings = dict[str, Any]
 _RATE = "lr"
 GIVEN = "the program that gave the optimizer"
@@ -240,10 +239,8 @@ class OptimizerSettings:
         """The settings of each group as they are, with the learning rate before the schedule."""
         groups = self.optimizer.param_groups
         bases = getattr(self._scheduler, "base_lrs", None) or []
-        found = [
-            {k: _plain(v) for k, v in g.items() if k not in ("params", _RATE) and _is_plain(v)}
-            for g in groups
-        ]
+        plain = [{k: v for k, v in g.items() if k not in ("params", _RATE) and _is_plain(v)} for g in groups]
+        found = [{k: _plain(v) for k, v in group.items()} for group in plain]
         if len(bases) == len(found):
             for group, base in zip(found, bases, strict=True):
                 group["initial_lr"] = float(base)
@@ -252,8 +249,7 @@ class OptimizerSettings:
     def _differences(self, by: str) -> list[Change]:
         now = self._read()
         if len(now) != len(self._held):
-            # It is raised where all ranks compare, as every failure here. Otherwise the other ranks would wait for
-            # this one.
+            # It is raised where all ranks compare, as every failure here, so that no rank waits for this one.
             self._failure = self._failure or ProofError(
                 "optimizer",
                 f"the optimizer has {len(now)} groups of tensors, and had {len(self._held)} when training began",
@@ -292,8 +288,7 @@ class OptimizerSettings:
             self._check_title(change.group, change.tensors)
             if change.field != _RATE:
                 due_by_change[change.group, change.field] = change.after
-        # A schedule that follows metrics keeps no rate of the beginning. After its first metric the rate is another
-        # one.
+        # A schedule that follows metrics keeps no first rate, and has another one after its first metric.
         is_new = not self._place()
         for index, (group, found) in enumerate(zip(self.optimizer.param_groups, self._held, strict=True)):
             rate = {"initial_lr": float(group[_RATE])} if "initial_lr" not in found and is_new else {}
@@ -330,19 +325,19 @@ class OptimizerSettings:
     def _compare(self, whose: str, field: str, found: Settings, due: Any, giver: str) -> None:
         if field not in found or _equal(found[field], due):
             return
+        made = "the optimizer was made or loaded with other settings"
+        cause = f"{made}, or the config was changed after the trainer was made"
         if field == "initial_lr":
             raise ProofError(
                 "learning_rate",
                 f"the optimizer begins with a learning rate of {found[field]:g} for {whose}; {giver} gives {due:g}",
-                "the optimizer was made or loaded with other settings, or the config was changed after the "
-                "trainer was made",
+                cause,
                 "give learning_rate in the config before the trainer is made, or give an optimizer of your own",
             )
         raise ProofError(
             "optimizer",
             f"{field} of {whose} is {found[field]}; {giver} gives {due}",
-            "the optimizer was made or loaded with other settings, or the config was changed after the "
-            "trainer was made",
+            cause,
             "give adam_beta1, adam_beta2, adam_epsilon and weight_decay in the config before the trainer is "
             "made, change them in a callback, or give an optimizer of your own",
         )

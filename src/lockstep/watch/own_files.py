@@ -97,11 +97,8 @@ class OwnFiles:
 
     def slices(self) -> list[str]:
         """The texts of scripts that count."""
-        files = [
-            file
-            for file in self._files.values()
-            if isinstance(file, _File) and file.is_script and not file.whole
-        ]
+        known = [file for file in self._files.values() if isinstance(file, _File)]
+        files = [file for file in known if file.is_script and not file.whole]
         return [file.segment(node) for file in files for node in file.taken.values()]
 
     def without_places(self, text: str) -> str:
@@ -287,12 +284,8 @@ def _nodes_of(file: _File, value: Any) -> list[ast.AST]:
     plain = inspect.unwrap(value)
     if isinstance(plain, type):
         name = plain.__name__
-        return [
-            node
-            for nodes in file.places.values()
-            for node in _first_of(nodes, name)
-            if isinstance(node, ast.ClassDef)
-        ]
+        named = [node for nodes in file.places.values() for node in _first_of(nodes, name)]
+        return [node for node in named if isinstance(node, ast.ClassDef)]
     code = getattr(plain, "__code__", None)
     found = file.places.get(code.co_firstlineno, []) if code is not None else []
     return _first_of(found, code.co_name) if code is not None else []
@@ -356,18 +349,16 @@ def _changed(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             building = getattr(node, "name", "") in _BUILDING
             own = _locals(node)
-            found |= {
-                name for name, of_self in _changes(node) if name not in own and not (building and of_self)
-            }
+            changes = [name for name, of_self in _changes(node) if not (building and of_self)]
+            found |= {name for name in changes if name not in own}
             named = (c.args[1] for c in ast.walk(node) if _is_setattr(c))
             found |= {str(part.value) for part in named if isinstance(part, ast.Constant)}
         elif isinstance(node, ast.Global | ast.Nonlocal):
             found |= set(node.names)
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             called = {_last_name(c.func) for c in ast.walk(node.value) if isinstance(c, ast.Call)}
-            called |= {
-                n.attr for n in ast.walk(node.value) if isinstance(n, ast.Attribute)
-            } & _UNSTABLE_ATTRIBUTES
+            attributes = {n.attr for n in ast.walk(node.value) if isinstance(n, ast.Attribute)}
+            called |= attributes & _UNSTABLE_ATTRIBUTES
             if called & (_UNSTABLE | _UNSTABLE_ATTRIBUTES):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 found |= {name for target in targets for name in _targets(target)}

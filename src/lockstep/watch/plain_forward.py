@@ -141,9 +141,8 @@ def sets_of_all(completion: Completion) -> KeptIds | None:
     sets, places = [], iter(range(len(kept)))
     for token, sampled in zip(completion.token_ids, completion.sampled, strict=True):
         place = next(places) if sampled else 0
-        sets.append(
-            kept.part(place, place + 1) if sampled else KeptIds(small_ids([token]), whole_numbers([1]))
-        )
+        itself = KeptIds(small_ids([token]), whole_numbers([1]))
+        sets.append(kept.part(place, place + 1) if sampled else itself)
     return joined_kept_ids(sets)
 
 
@@ -378,9 +377,8 @@ class Widened(TorchDispatchMode):
 
     def _as_written(self, func: Any, args: Any) -> list[Any]:
         """The arguments of an operation that writes: what it reads gets the dtype of what it writes."""
-        written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments][
-            : len(args)
-        ]
+        infos = [argument.alias_info for argument in func._schema.arguments[: len(args)]]
+        written = [info is not None and info.is_write for info in infos]
         dtypes = [
             value.dtype
             for value, is_written in zip(args, written, strict=True)

@@ -184,8 +184,7 @@ class PushWatch:
         extension: Callable[[PushWatch], PushExtension] = PushExtension,
         phase: Phase = lambda name: nullcontext(),
     ) -> None:
-        self.model, self.engine, self.engine_dtype = model, engine, engine_dtype
-        self.precision = precision
+        self.model, self.engine, self.engine_dtype, self.precision = model, engine, engine_dtype, precision
         # The limits that follow from the dtypes alone.
         self.of_dtypes = tolerance(engine_dtype, precision.dtype_of(model))
         self._seed, self._phase = seed, phase
@@ -212,9 +211,8 @@ class PushWatch:
         members: tuple[str, ...] = getattr(self.engine, "members", ())
         if self._module_probe is None or members != self._probed:
             self._probed = members
-            self._module_probe = ModuleProbe(
-                self.model, self.engine, self.engine_dtype, source=self.extension.source
-            )
+            source = self.extension.source
+            self._module_probe = ModuleProbe(self.model, self.engine, self.engine_dtype, source=source)
         return self._module_probe
 
     def distrust(self) -> None:

@@ -86,9 +86,8 @@ class FrozenWeights:
         tensors = {name: local_part(t) for name, t in tensors.items()}
         self._tensors, self._seed = dict(tensors), seed
         moving = {t.untyped_storage().data_ptr() for t in map(local_part, trained) if t.numel()}
-        shared = sorted(
-            name for name, t in tensors.items() if t.numel() and t.untyped_storage().data_ptr() in moving
-        )
+        places = {name: t.untyped_storage().data_ptr() for name, t in tensors.items() if t.numel()}
+        shared = sorted(name for name, place in places.items() if place in moving)
         if shared:
             raise ProofError(
                 "reference",
@@ -129,9 +128,8 @@ class FrozenWeights:
                 break
             left -= self._tensors[name].nbytes
             drawn[name] = self._tensors[name]
-        changed = [
-            name for name, digest in digests_of(drawn, self._key).items() if digest != self._digests[name]
-        ]
+        now = digests_of(drawn, self._key)
+        changed = [name for name, digest in now.items() if digest != self._digests[name]]
         if changed:
             raise ProofError(
                 "reference",
@@ -156,9 +154,8 @@ def check_drawn_scores(
     name = sequences[int(np.random.default_rng(seed).integers(len(sequences)))].name
     for completion in (c for c in branches_of(groups) if str(c.key) == name):
         limit = own_limit(precision, scorer.model)
-        check_reference_scores(
-            scorer.model, completion, scores[name], scorer.rules.distribution, precision, limit
-        )
+        distribution = scorer.rules.distribution
+        check_reference_scores(scorer.model, completion, scores[name], distribution, precision, limit)
 
 
 # A number of ids for which every model has room.

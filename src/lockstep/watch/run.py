@@ -96,8 +96,7 @@ class RunWatch:
     ) -> None:
         self._objective, self._config, self._engine = objective, objective.config, engine
         self._policy, self._trained, self._state = policy, trained, state
-        self._ranks, self._clock, self._note = ranks, clock, note
-        self._settings = settings
+        self._ranks, self._clock, self._note, self._settings = ranks, clock, note, settings
         self.update: UpdateProof | None = None
         self.frozen: FrozenWeights | None = None
         self.reference_outputs = ReferenceOutputs()
@@ -172,12 +171,9 @@ class RunWatch:
     ) -> None:
         own, seed = share_of(sequences, self._ranks), (self._config.seed, version)
         precision = self._config.precision
-        self._ranks.share(
-            "reference scores", lambda: check_drawn_scores(scorer, scores, own, groups, precision, seed)
-        )
-        self._ranks.share(
-            "reference outputs", lambda: self.reference_outputs.check(scorer, self.frozen, precision)
-        )
+        share, outputs = self._ranks.share, self.reference_outputs
+        share("reference scores", lambda: check_drawn_scores(scorer, scores, own, groups, precision, seed))
+        share("reference outputs", lambda: outputs.check(scorer, self.frozen, precision))
 
     def prepared(
         self, generation: Generation, scored: AllScores | None, sequences: Sequence[TrainingSequence]
@@ -208,9 +204,8 @@ class RunWatch:
     ) -> dict[str, float]:
         version, evidence = self._step, kept(scored.evidence)
         self._ranks.on_owner("evaluated rows", lambda: check_evaluated(groups, digest(), count))
-        check_rows(
-            groups, {p.prompt_id: p for p in prompts}, self._engine.decode, (self._config.seed, version)
-        )
+        rows = {p.prompt_id: p for p in prompts}
+        check_rows(groups, rows, self._engine.decode, (self._config.seed, version))
         drawn = [c for c in branches_of(groups) if str(c.key) in scored.logps and len(c.sampled_places)]
         self._ranks.on_owner(
             "evaluation",
@@ -304,9 +299,8 @@ class RunWatch:
         generation, evidence = self._generation, kept(total.evidence)
         assert generation is not None
         if self._config.single_update:
-            check_count(
-                evidence.difference, generation.sampled_tokens - generation.aside_tokens, generation.version
-            )
+            due = generation.sampled_tokens - generation.aside_tokens
+            check_count(evidence.difference, due, generation.version)
             self._judge(evidence, generation, self._step + 1)
             return
         # The gap of these tokens was proven, and written down, before the generation's first step.
@@ -358,9 +352,8 @@ class RunWatch:
         self, evidence: TokenEvidence, generation: Generation, step: int, *, record: bool = True
     ) -> None:
         """The gap and the draws of a whole generation, on the rank that holds the engine."""
-        self._engine.proofs.check(
-            evidence.gap, evidence.draws, evidence.kept_sets, generation, step, record=record
-        )
+        found = evidence.gap, evidence.draws, evidence.kept_sets
+        self._engine.proofs.check(*found, generation, step, record=record)
 
     def _prove_backward(self, check: Callable[[int], Checked]) -> None:
         """Check the model's backward on every rank, log the result, and note in the receipt what was not proven."""

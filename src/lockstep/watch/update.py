@@ -101,22 +101,19 @@ class UpdateProof:
 
     def begin_step(self, step: int) -> None:
         """Before the first backward after `step` steps: no gradient is left, and no parameter was frozen or freed."""
-        trained = zip(self._names, self._trained, strict=True)
-        if changed := [n for n, p in trained if not p.requires_grad] + [
-            n for n, p in self._frozen.items() if p.requires_grad
-        ]:
+        parameters = dict(zip(self._names, self._trained, strict=True))
+        changed = [n for n, p in parameters.items() if not p.requires_grad]
+        if changed := changed + [n for n, p in self._frozen.items() if p.requires_grad]:
             raise ProofError(
                 "update",
                 f"requires_grad of {changed[0]} has changed since training began ({len(changed)} tensors)",
                 "a callback or the model froze or freed a parameter",
                 "set requires_grad before the trainer is made, and leave it",
             )
-        parameters = dict(zip(self._names, self._trained, strict=True))
         self._step, self._norm = step, None
         self.abandon()
-        self._accumulation = AccumulationProof(
-            parameters, self._seed, step, tuple(self._always), self._gathered
-        )
+        always = tuple(self._always)
+        self._accumulation = AccumulationProof(parameters, self._seed, step, always, self._gathered)
 
     def abandon(self) -> None:
         """Remove the hooks of a step that was not finished."""
@@ -134,13 +131,10 @@ class UpdateProof:
         self._accumulation.check(share(self._accumulation.added))
         gradients = [p.grad for p in self._trained]
         self._unclipped = self._drawn.read(gradients)
-        seen = (
-            torch.zeros(len(gradients)).index_add(0, self._drawn.owners, (self._unclipped != 0).float()) > 0
-        )
+        seen = self._of_tensors(self._unclipped != 0)
         # Ranks with parts of a tensor see other elements of it. They must add up the same tensors.
-        whole = (
-            any(self._sharded) or self._step == self._first or (self._step + self._seed) % _NORM_EVERY == 0
-        )
+        is_due = self._step == self._first or (self._step + self._seed) % _NORM_EVERY == 0
+        whole = is_due or any(self._sharded)
         read = [local_part(g) if whole or not seen[i] else None for i, g in enumerate(gradients)]
         squares = self._over_ranks([_squares(read)], share)[0]
         self._norm = math.sqrt(sum(squares)) if whole else None
@@ -172,12 +166,10 @@ class UpdateProof:
         """Just before the optimizer step: the gradients are the clipped ones, and the learning rates the schedule's."""
         self._step_rates = self._rates.at(step)
         gradients = [p.grad for p in self._trained]
-        self._seen, self._sparse_seen = read_all(
-            [drawn.values(gradients) for drawn in (self._drawn, self._sparse)]
-        )
-        eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._trained], dtype=torch.float64)[
-            self._drawn.owners
-        ]
+        values = [drawn.values(gradients) for drawn in (self._drawn, self._sparse)]
+        self._seen, self._sparse_seen = read_all(values)
+        by_tensor = [torch.finfo(p.dtype).eps for p in self._trained]
+        eps = torch.tensor(by_tensor, dtype=torch.float64)[self._drawn.owners]
         scale = 1.0
         if self._max_norm > 0:
             if self._norm is None:
@@ -308,13 +300,7 @@ class UpdateProof:
 
     def _check_moved(self, found: State) -> None:
         """Count the steps in which no drawn element of a tensor moved, though it had a gradient and a learning rate."""
-        count = len(self._names)
-
-        def of_tensors(flags: torch.Tensor) -> list[bool]:
-            return (torch.zeros(count).index_add(0, self._drawn.owners, flags.float()) > 0).tolist()
-
-        due = of_tensors(self._seen != 0)
-        moved = of_tensors(found.values != self._kept.values)
+        due, moved = self._of_tensors(self._seen != 0), self._of_tensors(found.values != self._kept.values)
         for i, name in enumerate(self._names):
             idle = due[i] and not moved[i] and self._step_rates[self._rule.group_of[i]] > 0
             self._stuck[i] = self._stuck[i] + 1 if idle else (0 if moved[i] else self._stuck[i])
@@ -340,10 +326,8 @@ class UpdateProof:
         counts = torch.bincount(self._drawn.owners, minlength=len(sizes)).clamp(min=1).double()
 
         def totals(values: torch.Tensor) -> list[float]:
-            means = (
-                torch.zeros(len(sizes), dtype=torch.float64).index_add(0, self._drawn.owners, values) / counts
-            )
-            return (means * sizes).tolist()
+            sums = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, self._drawn.owners, values)
+            return (sums / counts * sizes).tolist()
 
         drawn = [totals(v) for v in (change.square(), self._kept.values.square(), (change != 0).double())]
         squares, weights, moved = (sum(own) for own in self._over_ranks(drawn, share))
@@ -352,6 +336,11 @@ class UpdateProof:
             "update/relative": math.sqrt(squares / weights) if weights else 0.0,
             "update/moved_share": moved / float(sizes.sum()),
         }
+
+    def _of_tensors(self, flags: torch.Tensor) -> list[bool]:
+        """Whether a flag of a drawn element is set, per tensor."""
+        counts = torch.zeros(len(self._names)).index_add(0, self._drawn.owners, flags.float())
+        return (counts > 0).tolist()
 
     def _name(self, drawn: DrawnElements, element: int) -> str:
         return self._names[int(drawn.owners[element])]
