@@ -4255,8 +4255,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU: the module probe reads module by module",
-        "iter(on_host([tensor for *_, pairs in compared for pair in pairs for tensor in pair.of_trainer]))",
-        "iter([tensor.cpu() for *_, pairs in compared for pair in pairs for tensor in pair.of_trainer])",
+        "iter(on_host([t for *_, pairs in compared for pair in pairs for t in pair.of_trainer]))",
+        "iter([t.cpu() for *_, pairs in compared for pair in pairs for t in pair.of_trainer])",
         COUNTS,
     ),
     Mutation(

@@ -180,9 +180,7 @@ class ModuleProbe:
                 pairs = [] if found is None else self._compared(probed[name], tensors, seed, found, every)
                 compared.append((name, tensors, pairs))
         # The trainer's outputs of all modules are read from its device at once.
-        own = iter(
-            on_host([tensor for *_, pairs in compared for pair in pairs for tensor in pair.of_trainer])
-        )
+        own = iter(on_host([t for *_, pairs in compared for pair in pairs for t in pair.of_trainer]))
         for name, tensors, pairs in compared:
             error = max((self._distance(pair, own) for pair in pairs), default=float("inf"))
             errors |= {tensor: max(errors.get(tensor, 0.0), error) for tensor in tensors}
