@@ -429,8 +429,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the kept mass is that of all ids",
-        ".logsumexp(0) - shaped[0].logsumexp(0)\n            ).exp()",
-        ".logsumexp(0) * 0\n            ).exp()",
+        "(kept.logsumexp(0) - shaped[0].logsumexp(0))",
+        "(kept.logsumexp(0) * 0)",
         f"{FILTERED_SCORES}::test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filters",
     ),
     Mutation("a token outside its set", "or not found.all():", "or False:", FILTERED_SCORES),
@@ -1828,7 +1828,7 @@ MUTATIONS = [
         "        if found != due:",
         "        if False:",
         LEARNED,
-        within="check_part",
+        within="check_micro_batch",
     ),
     Mutation(
         "a token's context is not in the digest",
@@ -1880,7 +1880,10 @@ MUTATIONS = [
         SCORED_AGAIN,
     ),
     Mutation(
-        "no completion is compared ahead", "            if not drawn:", "            if True:", COMPARED_AHEAD
+        "no completion is compared ahead",
+        "            if not chosen:",
+        "            if True:",
+        COMPARED_AHEAD,
     ),
     Mutation("a reference that may be the policy", "        if shared:", "        if False:", FROZEN),
     Mutation(
@@ -1917,7 +1920,7 @@ MUTATIONS = [
     ),
     Mutation(
         "events: the reference's outputs are compared",
-        "lambda: self.reference_outputs.check(scorer, self.frozen, precision)",
+        "lambda: outputs.check(scorer, self.frozen, precision)",
         "lambda: None",
         f"{EVENTS}::test_every_proof_of_the_watch_is_made_at_its_event",
     ),
@@ -4240,14 +4243,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU: the proof of the backward reads number by number",
-        "map(float, on_host([",
-        "map(float, ([",
+        "numbers = on_host([",
+        "numbers = ([",
         COUNTS,
     ),
     Mutation(
         "a GPU: the module probe reads module by module",
-        "iter(on_host([tensor for *_, pairs in parts for pair in pairs for tensor in pair.of_trainer]))",
-        "iter([tensor.cpu() for *_, pairs in parts for pair in pairs for tensor in pair.of_trainer])",
+        "iter(on_host([t for *_, pairs in compared for pair in pairs for t in pair.of_trainer]))",
+        "iter([t.cpu() for *_, pairs in compared for pair in pairs for t in pair.of_trainer])",
         COUNTS,
     ),
     Mutation(

@@ -389,9 +389,9 @@ def test_a_forward_that_is_too_coarse_is_said_and_no_error(
     model: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draws = np.random.default_rng(0)
-    real = differences.Drawn.total
+    real = differences.DrawnSum.total
     with patch.object(
-        differences.Drawn,
+        differences.DrawnSum,
         "total",
         lambda self, moves, *dtype: real(self, moves, *dtype) + 1e-3 * draws.normal(),
     ):
@@ -401,7 +401,7 @@ def test_a_forward_that_is_too_coarse_is_said_and_no_error(
     def fails(self: Any, moves: Any, dtype: Any = None) -> float:
         raise NotImplementedError("no kernel for float64")
 
-    with patch.object(differences.Drawn, "total", fails):
+    with patch.object(differences.DrawnSum, "total", fails):
         assert checked(policy_of(model), tmp_path) is None
     assert "no kernel for float64" in capsys.readouterr().out
 
@@ -414,7 +414,7 @@ def test_a_part_that_is_compared_with_itself_alone_is_unproven_without_its_sum(
 
     half = policy_of(make_model().to(torch.bfloat16))
     assert not part_of(half, tmp_path, contextlib.nullcontext, bf16=False).unproven
-    monkeypatch.setattr(differences.Drawn, "total", fails)
+    monkeypatch.setattr(differences.DrawnSum, "total", fails)
     found = part_of(half, tmp_path, contextlib.nullcontext, bf16=False)
     assert found.figures["checked/step_gradient_error"] < 0.1
     assert "no kernel for float64" in found.unproven
@@ -468,7 +468,7 @@ def test_an_error_of_the_device_or_of_this_program_stops(
     def fails(self: Any, moves: Any, dtype: Any = None) -> float:
         raise trouble
 
-    with patch.object(differences.Drawn, "total", fails), pytest.raises(type(trouble)):
+    with patch.object(differences.DrawnSum, "total", fails), pytest.raises(type(trouble)):
         checked(policy_of(model), tmp_path)
 
 

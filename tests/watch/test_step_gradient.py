@@ -293,7 +293,7 @@ def test_a_check_that_cannot_be_made_is_counted_in_the_receipt(
     def fails(self: Any, moves: Any, dtype: Any = None) -> float:
         raise NotImplementedError("no kernel for float64")
 
-    monkeypatch.setattr("lockstep.watch.finite_differences.Drawn.total", fails)
+    monkeypatch.setattr("lockstep.watch.finite_differences.DrawnSum.total", fails)
     run = run_of(tmp_path, hf_engine, model=untied_dir, max_steps=5)
     run.train()
     lines = [line for line in read_receipt(tmp_path / RECEIPT) if line["kind"] == "unproven"]

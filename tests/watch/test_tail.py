@@ -61,13 +61,13 @@ def test_clean_steps_of_any_size_pass_from_the_first_on(scale: float) -> None:
         assert not [
             over for over in over_limits(stats, tail.limit) if not over.startswith("mean") or scale < 0.1
         ]
-        tail.passed(stats)
+        tail.add(stats)
 
 
 def test_one_wrong_token_is_found_that_a_limit_for_every_model_let_pass() -> None:
     tail = GapTail(HALF)
     for seed in range(60):
-        tail.passed(drawn(0.04, 500, seed))
+        tail.add(drawn(0.04, 500, seed))
     step = with_one_more(drawn(0.04, 500, 99), 1.6)
     assert not over_limits(step, HALF)
     assert [over.split()[0] for over in over_limits(step, tail.limit)] == ["max_abs_gap"]
@@ -75,7 +75,7 @@ def test_one_wrong_token_is_found_that_a_limit_for_every_model_let_pass() -> Non
 
 def test_a_run_never_widens_the_limit_of_its_dtypes() -> None:
     tail = GapTail(HALF)
-    tail.passed(drawn(0.5, 5_000, 0))
+    tail.add(drawn(0.5, 5_000, 0))
     assert all(tail.limit.largest(tokens) == HALF.largest(tokens) for tokens in (1, 500, 10**6))
 
 
@@ -83,7 +83,7 @@ def test_a_gap_of_a_few_times_the_largest_so_far_passes() -> None:
     """Measured in bf16 on a tiny llama, whose attention is almost hard: 2.8 nats at step 57, after 1.1 at most."""
     tail = GapTail(HALF)
     for seed in range(57):
-        tail.passed(with_one_more(drawn(0.04, 500, seed), 1.1 if seed == 30 else 0.1))
+        tail.add(with_one_more(drawn(0.04, 500, seed), 1.1 if seed == 30 else 0.1))
     assert not over_limits(with_one_more(drawn(0.04, 345, 99), 2.8), tail.limit)
     assert over_limits(with_one_more(drawn(0.04, 345, 99), 3.5), tail.limit)
 
@@ -93,14 +93,14 @@ def test_tokens_that_the_model_is_sure_of_do_not_narrow_the_limit() -> None:
     mixed, plain = GapTail(HALF), GapTail(HALF)
     for seed in range(20):
         step = drawn(0.04, 500, seed)
-        plain.passed(step)
-        mixed.passed(step + GapStats(tokens=50_000))
+        plain.add(step)
+        mixed.add(step + GapStats(tokens=50_000))
     assert mixed.limit == plain.limit
 
 
 def test_gaps_of_exactly_zero_leave_the_limit_as_it_is() -> None:
     tail = GapTail(SINGLE)
-    tail.passed(GapStats(tokens=1_000_000))
+    tail.add(GapStats(tokens=1_000_000))
     assert tail.limit.tail == pytest.approx(SINGLE.tail)
 
 

@@ -1,12 +1,10 @@
 """Advantages: of completions relative to others, and of single tokens from returns.
 
-Advantages of completions, relative to other completions.
-
 Rewards are one tensor per group. NaN is the reward of a completion that no reward function scored: it is left out of
 every mean and standard deviation, and the advantage of its completion is 0. Equal rewards give advantages of exactly
 zero.
 
-Returns and advantages of single tokens, and the loss of a value function. None of the targets carries a gradient.
+None of the targets of a value function carries a gradient.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ def group_advantages(rewards: list[torch.Tensor], scale: ScaleRewards) -> list[t
 
 
 def normalised_reward_advantages(scores: list[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
-    """Scale each reward function within its group, sum the functions, then scale over the batch (GDPO, arXiv
-    2601.05242).
+    """Scale each reward function in its group, sum the functions, then scale over the batch (GDPO, arXiv 2601.05242).
 
     So a function with large numbers does not outweigh the others, and two groups with the same sum remain distinct.
 
@@ -92,14 +89,9 @@ def varies(rewards: Sequence[float]) -> bool:
 
 
 def compared(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The completions that were scored and share their group with another scored one: the mask for `whiten` of their
-    advantages.
+    """(G_i,) bool per group of (G_i,) rewards: whether a completion and another one of its group were scored.
 
-    Args:
-        rewards: one (G_i,) tensor per group.
-
-    Returns:
-        One (G_i,) bool tensor per group.
+    This is the mask with which `whiten` takes their advantages.
     """
     scored = [~group.isnan() for group in rewards]
     return [group & bool(group.sum() > 1) for group in scored]
@@ -145,11 +137,7 @@ def _deviation(values: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def rewards_to_go(
-    rewards: torch.Tensor,
-    kl: torch.Tensor,
-    beta: float,
-    segments: Segments,
-    gamma: float = 1.0,
+    rewards: torch.Tensor, kl: torch.Tensor, beta: float, segments: Segments, gamma: float = 1.0
 ) -> torch.Tensor:
     """Sum of the future rewards of a completion at each of its tokens (REINFORCE++, arXiv 2501.03262).
 
@@ -166,9 +154,8 @@ def rewards_to_go(
     earned = -beta * kl
     written = segments.lengths > 0
     last = segments.lengths.cumsum(0) - 1
-    return _discounted_sums(
-        earned.index_add(0, last[written], rewards[written].to(earned.dtype)), gamma, segments
-    )
+    earned = earned.index_add(0, last[written], rewards[written].to(earned.dtype))
+    return _discounted_sums(earned, gamma, segments)
 
 
 @torch.no_grad()
@@ -188,9 +175,8 @@ def generalised_advantages(
         (N,) advantages and (N,) returns. The returns are advantages + values, the targets of the value function.
     """
     following = torch.cat([values[1:], values.new_zeros(1)])[: len(values)]
-    same = torch.cat([segments.ids[1:] == segments.ids[:-1], segments.ids.new_zeros(1, dtype=torch.bool)])[
-        : len(values)
-    ]
+    same = segments.ids[1:] == segments.ids[:-1]
+    same = torch.cat([same, same.new_zeros(1)])[: len(values)]
     surprise = token_rewards + gamma * following.masked_fill(~same, 0.0) - values
     advantages = _discounted_sums(surprise, gamma * lam, segments)
     return advantages, advantages + values
@@ -199,8 +185,7 @@ def generalised_advantages(
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip_range: float
 ) -> torch.Tensor:
-    """PPO's value loss, as its implementations have it: beyond `clip_range` from the old estimate, moving further
-    gains nothing.
+    """PPO's value loss, as its implementations have it: moving beyond `clip_range` from the old estimate gains nothing.
 
     Args:
         values: (N,) estimates, with gradient.
@@ -216,10 +201,7 @@ def clipped_value_loss(
 
 
 def _discounted_sums(values: torch.Tensor, decay: float, segments: Segments) -> torch.Tensor:
-    """(N,) Σ over k of decay^k × the value k tokens later, up to the completion's end.
-
-    One vector operation per position.
-    """
+    """(N,) Σ over k of decay^k × the value k tokens later, up to the completion's end, by one operation per place."""
     if len(values) == 0:
         return values.clone()
     ends = segments.lengths.cumsum(0)

@@ -1,15 +1,12 @@
 """What a loss corrects, leaves out and adds: importance corrections, masks, and the divergence from the reference.
 
-Importance corrections for the parity gap between engine and trainer, after the gap was measured and accepted.
+Corrections are for a parity gap that was measured and accepted. A mask multiplies the loss; it does not change the
+step's token weights.
 
-The tokens that a policy loss leaves out. A mask multiplies the loss; it does not change the step's token weights.
-
-Estimators of KL(policy ‖ reference) from the log-probs of tokens that the policy sampled.
-
-The three estimators are Schulman's (http://joschu.net/blog/kl-approx.html). For tokens sampled from the policy, the
-mean of k1 and of k3 is the divergence, and the mean gradient of k2 is the divergence's gradient. (The mean gradient
-of k1 is zero; that of k3 is the gradient of KL(reference ‖ policy).) GRPO adds k3 to its loss (arXiv 2402.03300,
-equation 4).
+The estimators of KL(policy ‖ reference) are Schulman's (http://joschu.net/blog/kl-approx.html). For tokens sampled
+from the policy, the mean of k1 and of k3 is the divergence, and the mean gradient of k2 is the divergence's gradient.
+(The mean gradient of k1 is zero; that of k3 is the gradient of KL(reference ‖ policy).) GRPO adds k3 to its loss
+(arXiv 2402.03300, equation 4).
 
 Each takes (N,) log-probs under the policy and under the reference model, and returns (N,) nats, differentiable in both.
 """
@@ -103,8 +100,7 @@ def off_policy_mask(
     segments: Segments,
     threshold: float,
 ) -> torch.Tensor:
-    """Drop completions with a negative advantage that the policy has become unlikely to write (DeepSeek-V3.2, arXiv
-    2512.02556).
+    """Drop completions with a negative advantage that became unlikely (DeepSeek-V3.2, arXiv 2512.02556).
 
     Args:
         logps: (N,) log-probs under the policy.

@@ -1,15 +1,10 @@
 """The losses of the methods, as functions of log-probs: per token, per completion, and per pair.
 
-Policy losses with importance ratios against the policy at sampling time, and the token weights of their variants.
-
-Everything is per token on flat (N,) tensors, so that a batch may hold its completions in any order and packing. The
-weights are fixed for a whole optimizer step before its first token is scored. The loss of a step is the sum of `weight
-× token_loss` over its tokens, for any split into micro-batches. `grpo`, `dr_grpo`, `dapo`, `bnpo` and `luspo` weight
-`clipped_policy_loss`; `cispo`, `sapo` and `vespo` have their own losses.
-
-VESPO's policy loss: the importance weight of a whole completion, with a soft bound.
-
-Losses on pairs of completions of one prompt, of which one is preferred.
+Policy losses take importance ratios against the policy at sampling time. Everything is per token on flat (N,) tensors,
+so that a batch may hold its completions in any order and packing. The weights are fixed for a whole optimizer step
+before its first token is scored. The loss of a step is the sum of `weight × token_loss` over its tokens, for any split
+into micro-batches. `grpo`, `dr_grpo`, `dapo`, `bnpo` and `luspo` weight `clipped_policy_loss`; `cispo`, `sapo` and
+`vespo` have their own losses.
 """
 
 from __future__ import annotations
@@ -137,8 +132,7 @@ def clipped_policy_loss(
 def cispo_loss(
     ratios: torch.Tensor, logps: torch.Tensor, advantages: torch.Tensor, epsilon_high: float
 ) -> TokenLoss:
-    """Policy gradient with a bounded importance weight, in which every token keeps a gradient (CISPO, arXiv
-    2506.13585).
+    """Policy gradient with a bounded importance weight; every token keeps a gradient (CISPO, arXiv 2506.13585).
 
     Args:
         ratios: (N,) importance ratios; used as weights, without gradient.
@@ -192,8 +186,7 @@ def vespo_loss(
     lambda_neg: float,
     correction_level: ImportanceLevel = "token",
 ) -> tuple[TokenLoss, torch.Tensor]:
-    """Policy gradient weighted by φ(w) = w^k e^(λ(1 − w)) of a completion's importance weight w (VESPO, arXiv
-    2602.10693).
+    """Policy gradient, times φ(w) = w^k e^(λ(1 − w)) of a completion's importance weight (VESPO, arXiv 2602.10693).
 
     Args:
         logps: (N,) log-probs under the policy, with gradient.
@@ -289,6 +282,5 @@ def choose(rewards_first: torch.Tensor, rewards_second: torch.Tensor) -> torch.T
     """
     nobody = torch.full_like(rewards_first, -1, dtype=torch.int64)
     # Comparisons with NaN are false in both directions.
-    return nobody.masked_fill(rewards_first > rewards_second, 0).masked_fill(
-        rewards_second > rewards_first, 1
-    )
+    found = nobody.masked_fill(rewards_first > rewards_second, 0)
+    return found.masked_fill(rewards_second > rewards_first, 1)

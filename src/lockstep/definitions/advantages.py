@@ -1,14 +1,7 @@
 """Advantages and token weights as the papers define them, with plain Python numbers.
 
-The advantages of every method, computed from rewards as the papers define them, with plain Python numbers.
-
-The advantages that enter the loss are compared with these. A reward of None means that no function scored the
-completion. Such a completion is left out of means and deviations, and its advantage is 0.
-
-The weight of each token in the loss of an optimizer step, for every way in which the papers average, with plain
-Python numbers.
-
-The weights that enter the loss are compared with these.
+What enters the loss is compared with them. A reward of None means that no function scored the completion. Such a
+completion is left out of means and deviations, and its advantage is 0.
 """
 
 from __future__ import annotations
@@ -92,9 +85,7 @@ def gdpo(groups: Sequence[Sequence[Rewards]], weights: Sequence[float]) -> list[
 
 
 def leave_one_out(group: Rewards) -> list[float | None]:
-    """RLOO (arXiv 2402.14740): each reward minus the mean of the other rewards of its group; 0 if there are no
-    others.
-    """
+    """RLOO (arXiv 2402.14740): each reward minus the mean of the others of its group; 0 if there are no others."""
     present = scored(group)
     total, others = math.fsum(present), max(len(present) - 1, 1)
     return [None if r is None else (r - (total - r) / others if len(present) > 1 else 0.0) for r in group]
@@ -143,9 +134,7 @@ def gae(
 
 
 def preference(first: float | None, second: float | None) -> tuple[float, float]:
-    """Online DPO (arXiv 2402.04792): 1 for the better completion of a pair and −1 for the other; 0 and 0 if neither
-    is better.
-    """
+    """Online DPO (arXiv 2402.04792): 1 for the better completion of a pair, −1 for the other; twice 0 if none is."""
     if first is None or second is None or first == second:
         return 0.0, 0.0
     return (1.0, -1.0) if first > second else (-1.0, 1.0)
@@ -175,10 +164,7 @@ def token_weights(lengths: Sequence[int], average: str, limit: int) -> list[floa
 
 
 def prompt_weights(lengths: Sequence[int], prompts: Sequence[Hashable]) -> list[float]:
-    """The weight of one token of each completion, if the loss is a mean over the tokens of each prompt, then over
-    prompts.
-
-    This is ScaleRL's average (arXiv 2510.13786).
+    """ScaleRL's weight of a token (arXiv 2510.13786): the mean over the tokens of a prompt, then over prompts.
 
     Args:
         lengths: tokens of each completion; 0 if it is left out.

@@ -1,15 +1,8 @@
 """The optimizer's step, its learning rates and its settings, written a second time.
 
-AdamW (arXiv 1711.05101, algorithm 2), in float64. `watch/update.py` compares the optimizer's results with it.
-
-Learning-rate schedules as formulas of the step, or of the metrics of evaluations.
-
-The scheduler's rates are compared with them.
-
-Reads from the fields of a config how the optimizer must be set, a second time.
-
-It is read when a trainer gets its config, before anything else uses the config. The optimizer is compared with it. The
-names of optimizers, and the rule for weight decay, are those of `transformers.Trainer`.
+The step is AdamW's (arXiv 1711.05101, algorithm 2), in float64. Schedules are formulas of the step, or of the metrics
+of evaluations. The settings are read from a config before anything else uses it. The names of optimizers, and the rule
+for weight decay, are those of `transformers.Trainer`.
 """
 
 from __future__ import annotations
@@ -38,9 +31,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings for N elements, each (N,) float64: learning rate, the decay factors of the two means, epsilon,
-    weight decay.
-    """
+    """The settings for N elements, each (N,) float64; `beta1` and `beta2` are the decay factors of the two means."""
 
     rate: torch.Tensor
     beta1: torch.Tensor
@@ -157,19 +148,15 @@ class PlateauSchedule:
             # An infinite best is that of a scheduler that has seen no metric.
             return not math.isinf(metric) or (metric < 0) == (self._of["mode"] == "min")
         sign = -1.0 if self._of["mode"] == "min" else 1.0
-        margin = self._of["threshold"]
-        limit = (
-            self._best * (1 + sign * margin)
-            if self._of["threshold_mode"] == "rel"
-            else self._best + sign * margin
-        )
+        margin = sign * self._of["threshold"]
+        limit = self._best * (1 + margin) if self._of["threshold_mode"] == "rel" else self._best + margin
         return sign * (metric - limit) > 0
 
 
 ADAMW = (
     "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_torch_4bit",
-    "adamw_torch_8bit",
-    "adamw_anyprecision", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit",
+    "adamw_torch_8bit", "adamw_anyprecision", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit",
+    "paged_adamw_8bit",
 )  # fmt: skip
 LION = ("lion_8bit", "lion_32bit", "paged_lion_32bit", "paged_lion_8bit")
 # Of these the config gives the weight decay. Their other settings come from `optim_args`, or are constants.
@@ -220,11 +207,7 @@ class OptimizerFields:
 
 
 def optimizer_fields(fields: Mapping[str, Any]) -> OptimizerFields:
-    """What a config's fields say about the optimizer.
-
-    Args:
-        fields: the values of all fields by name.
-    """
+    """What a config's fields, by name, say about the optimizer."""
     optimizer = str(getattr(fields["optim"], "value", fields["optim"]))
     settings: dict[str, Any] = {}
     if optimizer in ADAMW or optimizer in LION:

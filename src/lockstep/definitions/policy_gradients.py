@@ -1,5 +1,4 @@
-"""The derivatives of every policy loss with respect to each token's log-prob, derived by hand from the papers'
-formulas.
+"""The derivatives of every loss with respect to each token's log-prob, by hand from the papers' formulas.
 
 All functions take float64 arrays of the N tokens of one completion. The gradients that the loss gives are compared
 with these derivatives. Some values are so near to a bound that rounding decides on which side they are. Their tokens
@@ -93,17 +92,13 @@ def corrections(differences: Array, mode: str, low: float | None, high: float | 
 
 
 def k3(logps: Array, ref_logps: Array) -> tuple[Array, Array]:
-    """The estimator e^d − 1 − d of the KL, with d = ref − policy, and its derivative with respect to the policy's
-    log-prob.
-    """
+    """The estimator e^d − 1 − d of the KL, with d = ref − policy, and its derivative by the policy's log-prob."""
     distance = ref_logps - logps
     return np.expm1(distance) - distance, -np.expm1(distance)
 
 
 def preference(margin: float, beta: float, kind: str) -> float:
-    """Derivative of DPO's loss (arXiv 2305.18290) or IPO's (arXiv 2310.12036) with respect to the chosen completion's
-    log-prob.
-    """
+    """Derivative of DPO's loss (arXiv 2305.18290) or IPO's (arXiv 2310.12036) by the chosen completion's log-prob."""
     if kind == "ipo":
         return 2 * (margin - 1 / (2 * beta))
     return float(-beta / (1 + np.exp(beta * margin)))
@@ -117,7 +112,6 @@ def value(values: Array, old: Array, returns: Array, clip_range: float) -> Deriv
     clipped_values = np.clip(values, old - clip_range, old + clip_range)
     error, clipped_error = values - returns, clipped_values - returns
     is_inside = np.abs(values - old) <= clip_range
-    near = (np.abs(np.abs(values - old) - clip_range) <= NEAR) | (
-        np.abs(error**2 - clipped_error**2) <= NEAR * error**2
-    ) & ~is_inside
+    at_edge = np.abs(np.abs(values - old) - clip_range) <= NEAR
+    near = at_edge | (np.abs(error**2 - clipped_error**2) <= NEAR * error**2) & ~is_inside
     return Derivative(np.where(error**2 >= clipped_error**2, error, clipped_error * is_inside), near)

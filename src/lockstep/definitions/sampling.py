@@ -1,15 +1,8 @@
 """The sampling distribution, its settings and the rule of interruptions, written a second time.
 
-The log-prob of a token under a sampling distribution, from raw logits, written a second time in float64.
-
-The order of the steps is vLLM's: allowed ids, bias, repetition penalty, frequency and presence penalty, temperature.
-
-The rule that says when a completion's thinking is interrupted, and with which ids, written a second time.
-
-Reads what the user has asked for from the fields of a config, a second time.
-
-It is read when a trainer gets its config, before anything else uses the config. The values that requests, completions
-and losses really have are compared with it.
+Log-probs are computed from raw logits in float64. The order of the steps is vLLM's: allowed ids, bias, repetition
+penalty, frequency and presence penalty, temperature. What the user has asked for is read from the fields of a config,
+before anything else uses it. The values that requests, completions and losses really have are compared with it.
 """
 
 from __future__ import annotations
@@ -84,9 +77,8 @@ def broken_rule(
             return f"has {len(ids)} tokens, did not end its thinking within {latest} tokens, and was not interrupted"
         return None
     start = int(places[0])
-    if not np.array_equal(places, np.arange(start, start + len(inserted))) or not np.array_equal(
-        ids[places], inserted
-    ):
+    in_a_row = np.array_equal(places, np.arange(start, start + len(inserted)))
+    if not in_a_row or not np.array_equal(ids[places], inserted):
         return f"has {len(places)} inserted ids, and they are not the {len(inserted)} ids of the interruption"
     if not earliest <= start <= latest:
         return f"was interrupted after {start} tokens instead of {earliest} to {latest}"
@@ -154,22 +146,17 @@ class UserSettings:
 
 
 def user_settings(fields: Mapping[str, Any]) -> UserSettings:
-    """What a config's fields ask for.
-
-    Args:
-        fields: the values of all fields by name.
-    """
+    """What a config's fields, by name, ask for."""
     # TRL's `generation_kwargs` sets the same fields in another way.
     given = {**fields, **(fields.get("generation_kwargs") or {})}
     if given.get("do_sample") is False:
         given["top_k"] = 1
     latest, earliest = given["max_thinking_length"], given["min_thinking_length"]
+    limit = "max_completion_length" if "max_completion_length" in given else "max_new_tokens"
     allowed = given["allowed_token_ids"]
     return UserSettings(
         temperature=float(given["temperature"]),
-        max_tokens=int(
-            given["max_completion_length" if "max_completion_length" in given else "max_new_tokens"]
-        ),
+        max_tokens=int(given[limit]),
         stop=tuple(given["stop_strings"] or ()),
         numbers={name: float(given[name] or neutral) for name, neutral in _NEUTRAL.items()},
         logit_bias={int(token): float(bias) for token, bias in (given["logit_bias"] or {}).items()},

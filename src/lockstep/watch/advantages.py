@@ -1,7 +1,6 @@
 """Proof of advantages and weights: what enters the loss is what the method's definition makes of the scores.
 
-The expected values stand in `definitions/`. They start from the scores, not from the rewards that the run has made of
-them.
+The expected values stand in `definitions/`. They start from the scores, not from the run's rewards.
 
 Proof `advantages`.
 Shows: the advantage and the weight of every token that enters the loss are what a second implementation in float64
@@ -16,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -75,13 +75,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The values with which a sequence must enter the loss.
-
-    Attributes:
-        advantages: (N,) float64.
-        slack: differences of an advantage that float32 explains.
-        weight: of each of its tokens.
-    """
+    """The values with which a sequence must enter the loss; `slack`: what float32 explains of an advantage."""
 
     advantages: np.ndarray
     slack: float
@@ -89,13 +83,9 @@ class Expected:
 
 
 class AdvantageProof:
-    """The proof of a generation: the values with which each of its sequences must enter the loss.
+    """The proof of a generation, whose completions come in the order in which steps take them.
 
-    Args:
-        method: `grpo`, `rloo`, `reinforce++`, `ppo` or `online_dpo`.
-        completions: the generation, in the order in which steps take them.
-        settings: the run's configuration.
-        reward_weights: those that the user has asked for, in the order of the reward functions.
+    `reward_weights` are those that the user has asked for, in the order of the reward functions.
     """
 
     def __init__(
@@ -138,11 +128,7 @@ class AdvantageProof:
         self, groups: Sequence[Sequence[float | None]], slack: float = _LOOSE
     ) -> dict[str, tuple[list[float], float]]:
         """One advantage per completion, repeated for each of its tokens."""
-        pairs = [
-            (c, a)
-            for group, own in zip(self._groups, groups, strict=True)
-            for c, a in zip(group, own, strict=True)
-        ]
+        pairs = zip(chain(*self._groups), chain(*groups), strict=True)
         return {c.name: ([0.0 if a is None else a] * c.length, slack * (1 + abs(a or 0.0))) for c, a in pairs}
 
     def _grpo(self) -> dict[str, tuple[list[float], float]]:
@@ -150,10 +136,8 @@ class AdvantageProof:
         if settings.multi_objective_aggregation == "normalize_then_sum":
             count = len(self._all[0].scores)
             weights = [*self._reward_weights, *([1.0] * count)][:count]
-            flat = define.gdpo(
-                [[[c.scores[k] for c in g] for k in range(count)] for g in self._groups], weights
-            )
-            rows = iter(flat)
+            scores = [[[c.scores[k] for c in g] for k in range(count)] for g in self._groups]
+            rows = iter(define.gdpo(scores, weights))
             return self._spread([[next(rows) for _ in group] for group in self._groups])
         # The run computes in float32.
         rewards = [[None if r is None else float(np.float32(r)) for r in self._of(g)] for g in self._groups]
@@ -185,9 +169,8 @@ class AdvantageProof:
             low, high = settings.reward_clip_range
             groups = [[None if r is None else min(max(r, low), high) for r in own] for own in groups]
         if settings.beta != 0.0:
-            paid = [
-                [0.0 if c.name in self._masked else math.fsum(c.divergences) for c in g] for g in self._groups
-            ]
+            whole = {c.name: 0.0 if c.name in self._masked else math.fsum(c.divergences) for c in self._all}
+            paid = [[whole[c.name] for c in group] for group in self._groups]
             groups = [
                 [None if r is None else r - settings.beta * kl for r, kl in zip(own, kls, strict=True)]
                 for own, kls in zip(groups, paid, strict=True)
@@ -195,15 +178,8 @@ class AdvantageProof:
         made = [define.leave_one_out(own) for own in groups]
         if settings.normalize_advantages:
             kept = [define.has_comparison(own) for own in groups]
-            rows = iter(
-                define.whitened(
-                    [
-                        a if k else None
-                        for own, ks in zip(made, kept, strict=True)
-                        for a, k in zip(own, ks, strict=True)
-                    ]
-                )
-            )
+            pairs = zip(chain(*made), chain(*kept), strict=True)
+            rows = iter(define.whitened([a if k else None for a, k in pairs]))
             made = [[next(rows) for _ in own] for own in made]
         return self._spread(made)
 
@@ -219,10 +195,7 @@ class AdvantageProof:
                 rewards[c.name], learned[c.name] = value or 0.0, k and c.name not in self._masked
         sums = {
             c.name: define.returns_to_go(
-                rewards[c.name],
-                [0.0] * c.length if grouped else c.divergences,
-                settings.beta,
-                settings.gamma,
+                rewards[c.name], [0.0] * c.length if grouped else c.divergences, settings.beta, settings.gamma
             )
             for c in self._all
         }
@@ -243,9 +216,8 @@ class AdvantageProof:
         self, values: Mapping[str, Sequence[float]], learned: Mapping[str, bool]
     ) -> dict[str, tuple[list[float], float]]:
         """Values per token, whitened over the tokens of the generation that are learned from."""
-        rows = iter(
-            define.whitened([v if learned[c.name] else None for c in self._all for v in values[c.name]])
-        )
+        kept = [v if learned[c.name] else None for c in self._all for v in values[c.name]]
+        rows = iter(define.whitened(kept))
         made = {c.name: [next(rows) or 0.0 for _ in range(c.length)] for c in self._all}
         return {name: (own, _LOOSE * (1 + max(map(abs, own), default=0.0))) for name, own in made.items()}
 
@@ -256,9 +228,8 @@ class AdvantageProof:
             paid = []
             for c in (first, second):
                 reward = self._rewards[c.name]
-                paid.append(
-                    None if reward is None else float(np.float32(reward - (penalty if c.cut else 0.0)))
-                )
+                less = penalty if c.cut else 0.0
+                paid.append(None if reward is None else float(np.float32(reward - less)))
             empty = not (first.length and second.length)
             signs.append((0.0, 0.0) if empty else define.preference(*paid))
         return self._spread(signs)
@@ -291,15 +262,7 @@ class AdvantageProof:
     def check(
         self, names: Sequence[str], lengths: Sequence[int], advantages: np.ndarray, weights: np.ndarray
     ) -> None:
-        """Compare sequences, one after the other, with the values with which they must enter the loss.
-
-        Args:
-            names, lengths: of the B sequences, in tokens.
-            advantages, weights: (N,) of their tokens.
-
-        Raises:
-            ProofError: a sequence is of no completion of the generation, or brings something else.
-        """
+        """Compare B sequences, one after the other, with what is due: lengths in tokens, (N,) of all their tokens."""
         start = 0
         for name, length in zip(names, lengths, strict=True):
             due = self._expected.get(name)
@@ -319,8 +282,7 @@ class AdvantageProof:
             if not bool((np.abs(weight.astype(np.float64) - due.weight) <= 1e-5 * due.weight).all()):
                 raise _wrong(
                     f"the tokens of {name} enter the loss with a weight of {weight[0]:.6g}; the lengths of "
-                    f"the step give "
-                    f"{due.weight:.6g}"
+                    f"the step give {due.weight:.6g}"
                 )
 
 
@@ -340,21 +302,13 @@ def _wrong(found: str) -> ProofError:
 
 
 def check_batch(proof: AdvantageProof, batch: TokenBatch) -> None:
-    """Compare a pack just before its loss.
-
-    Raises:
-        ProofError: a sequence is of no completion of the generation, or brings something else.
-    """
+    """Compare a pack just before its loss."""
     both = torch.stack([batch.advantages.detach(), batch.weights.detach()]).cpu().numpy()
     proof.check([s.name for s in batch.sequences], [s.length for s in batch.sequences], both[0], both[1])
 
 
 def check_still(proof: AdvantageProof, sequences: Sequence[TrainingSequence]) -> None:
-    """Compare sequences that have no gradient.
-
-    Raises:
-        ProofError: a sequence is of no completion of the generation, or brings something else.
-    """
+    """Compare sequences that have no gradient."""
     for s in sequences:
         proof.check([s.name], [s.length], s.advantages, np.full(s.length, s.weight))
 
@@ -365,12 +319,7 @@ def advantage_proof(
     sequences: Sequence[TrainingSequence],
     reward_weights: tuple[float, ...],
 ) -> AdvantageProof | None:
-    """The proof of a generation; None for an objective without a definition.
-
-    Args:
-        sequences: those of the groups, with the log-probs that the method needs, before their advantages.
-        reward_weights: those that the user has asked for.
-    """
+    """The proof of a generation, before the advantages are made; None for an objective without a definition."""
     # A class of the user's own may compute other advantages.
     if objective.definition is None or not is_lockstep(type(objective)):
         return None

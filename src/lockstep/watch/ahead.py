@@ -1,9 +1,7 @@
 """Proofs of tokens that are older than the weights that learn from them (`max_staleness`).
 
-Most of these tokens are never compared by the gap of their own step, because the weights that sampled them are gone by
-then. So a minimum of tokens of every generation is compared at two other times: when they are used, and before the
-weights that sampled them change. The first shows that both sides give these tokens the same log-probs now, the second
-that they did when the tokens were sampled. The canary is scored with the first.
+The weights that sampled most of these tokens are gone at their own step. So a minimum of tokens of every generation is
+compared at two other times: when they are used, with the canary, and before the weights that sampled them change.
 
 Proof `staleness`.
 Shows: no token is more than `max_staleness` versions older than the policy.
@@ -50,33 +48,22 @@ from lockstep.watch.push import canary_gap, canary_sequences, check_canary
 from lockstep.watch.tolerances import Tolerance
 
 Sequences = dict[str, tuple[int, ...]]
-# At least this many sampled tokens of a generation are compared, if it has as many. A mean over that many roundings
-# is steady.
+# So many sampled tokens of a generation are compared, if it has as many: a mean over them is steady.
 LEAST = PooledGap.enough
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the engine was asked to score, and its pending answer.
-
-    Attributes:
-        drawn: completions of the current generation, by the names of their sequences.
-    """
+    """What the engine was asked to score, by the names of sequences, and its pending answer."""
 
     canary: Sequences
-    drawn: dict[str, Completion]
+    completions: dict[str, Completion]
     answer: Pending[Any, dict[str, tuple[float, ...]]]
 
 
 @dataclass(slots=True)
 class ProofsAhead:
-    """The proofs of one run.
-
-    Attributes:
-        model: the policy; it is only read.
-        distribution: the distribution that every request asks for.
-        seed: draws the completions.
-    """
+    """The proofs of one run. `distribution` is what every request asks for; `seed` draws the completions."""
 
     model: PreTrainedModel
     engine: Engine
@@ -109,39 +96,29 @@ class ProofsAhead:
         self._compared.clear()
 
     def ask(self, completions: Sequence[Completion], version: int, limit: float) -> None:
-        """Ask the engine to score the canary and drawn completions.
-
-        Args:
-            limit: seconds that the answer may take.
-        """
+        """Ask the engine to score the canary and drawn completions; the answer may take `limit` seconds."""
         context = self.engine.settings().max_model_len
         canary = canary_sequences(embedding_rows(self.model), context)
-        drawn = {
-            f"again/{c.key}": c for c in _drawn(completions, LEAST, (self.seed, version)) if _fits(c, context)
-        }
-        sequences = canary | {name: tuple(_path(c, context).tolist()) for name, c in drawn.items()}
+        chosen = _chosen(completions, LEAST, (self.seed, version))
+        asked = {f"again/{c.key}": c for c in chosen if _fits(c, context)}
+        sequences = canary | {name: tuple(_path(c, context).tolist()) for name, c in asked.items()}
         if isinstance(self.engine, VLLMServer):
             answer = self.engine.submit_scores(sequences, limit=limit)
         else:
             done: Future[dict[str, tuple[float, ...]]] = Future()
             done.set_result(self.engine.score(sequences))
             answer = Pending(done, lambda scores: scores)
-        self._asked = _Asked(canary, drawn, answer)
+        self._asked = _Asked(canary, asked, answer)
 
     def check_answer(self, version: int, limit: Tolerance) -> None:
-        """Wait for the engine's answer and compare it with plain forwards.
-
-        Raises:
-            ProofError: trainer and engine give the canary or a drawn completion different log-probs.
-            EngineLost: the engine was lost meanwhile.
-        """
+        """Wait for the engine's answer and compare it with plain forwards. Raises `EngineLost` too."""
         assert self._asked is not None
         scores = self._asked.answer.result()
         asked, self._asked = self._asked, None
         self._found["canary"] = canary_gap(self.model, asked.canary, scores, self.precision)
         check_canary(self._found["canary"], limit, version)
         gap = GapStats()
-        for name, completion in asked.drawn.items():
+        for name, completion in asked.completions.items():
             gap = gap + self._again(completion, scores[name])
         self._found["asked_again"] = gap
         self._limits |= dict.fromkeys(("canary", "asked_again"), limit)
@@ -155,9 +132,7 @@ class ProofsAhead:
         )
 
     def _again(self, completion: Completion, scores: tuple[float, ...]) -> GapStats:
-        """The gap of a completion at temperature 1, over its sampled tokens, between the engine's scores and a plain
-        forward.
-        """
+        """The gap of a completion's sampled tokens at temperature 1: the engine's scores against a plain forward."""
         before = len(completion.prompt_ids)
         ids = _path(completion, len(scores) + 2)
         places = torch.from_numpy(completion.sampled_places[completion.sampled_places < len(ids) - before])
@@ -168,31 +143,28 @@ class ProofsAhead:
     def check_begun(
         self, begun: Mapping[int, Sequence[Completion]], version: int, limit: Tolerance
     ) -> Iterator[tuple[GapStats, Sequence[Completion]]]:
-        """Compare completions of later generations. The caller checks the gaps.
+        """Yield the gap of each later generation with new tokens, and the completions with them. The caller checks.
 
         Args:
             begun: the finished completions of each generation, by its number.
-            version: version of the weights that both sides hold. Only tokens that they have sampled are compared.
-
-        Yields:
-            For each generation with new tokens, the gap to check, and the completions with these tokens.
+            version: of the weights that both sides hold. Only tokens that they have sampled are compared.
         """
         self._found["sampled_ahead"], self._limits["sampled_ahead"] = GapStats(), limit
         self._compared = {number: self._compared.get(number, 0) for number in begun}
         for number, completions in begun.items():
             now = [c for c in completions if bool((c.sampled_versions == version).any())]
-            drawn = _drawn(now, LEAST - self._compared[number], (self.seed, number, version))
-            if not drawn:
+            chosen = _chosen(now, LEAST - self._compared[number], (self.seed, number, version))
+            if not chosen:
                 continue
             gap = GapStats()
-            for completion in drawn:
+            for completion in chosen:
                 fresh = torch.from_numpy(completion.sampled_versions == version)
                 own = sampled_logps(self.model, completion, self.distribution, self.precision).cpu()[fresh]
                 theirs = torch.tensor(completion.sampled_logprobs)[fresh]
                 gap = gap + measure_gap(theirs, own, [str(completion.key)], [len(own)])
             self._compared[number] += gap.tokens
             self._found["sampled_ahead"] += gap
-            yield self.pools["sampled_ahead"].add(gap, limit), drawn
+            yield self.pools["sampled_ahead"].add(gap, limit), chosen
 
     def figures(self) -> dict[str, tuple[GapStats, Tolerance]]:
         """What the last generation's proofs have found, by their names, with its limits; empty if there were none."""
@@ -204,7 +176,7 @@ class ProofsAhead:
         return {name: float(self._found[kind].tokens) for kind, name in names.items() if kind in self._found}
 
 
-def _drawn(completions: Sequence[Completion], least: int, seed: tuple[int, ...]) -> list[Completion]:
+def _chosen(completions: Sequence[Completion], least: int, seed: tuple[int, ...]) -> list[Completion]:
     """As few drawn completions as possible that have at least this many sampled tokens together."""
     found: list[Completion] = []
     tokens = 0
@@ -229,15 +201,7 @@ def _fits(completion: Completion, context: int) -> bool:
 
 
 def check_staleness(completions: Iterable[Completion], version: int, most: int) -> None:
-    """Check the age of tokens against a limit.
-
-    Args:
-        version: the weight version that the engine holds, and that learns from these tokens first.
-        most: largest allowed age of a token, in versions.
-
-    Raises:
-        ProofError: a token is older than allowed, or newer than `version`.
-    """
+    """Check that no token is newer than `version`, which learns from it first, or older than it by more than `most`."""
     for completion in completions:
         if not len(completion.token_ids):
             continue
@@ -245,9 +209,8 @@ def check_staleness(completions: Iterable[Completion], version: int, most: int) 
         if oldest < version - most or newest > version:
             raise ProofError(
                 "staleness",
-                f"request {completion.key} has tokens of versions {oldest} to {newest}, at version {version} "
-                f"with a staleness of "
-                f"at most {most}",
+                f"request {completion.key} has tokens of versions {oldest} to {newest}, at version "
+                f"{version} with a staleness of at most {most}",
                 "generations were not used in order, or the engine delayed a request over too many pushes",
                 "report it with this message; max_staleness=0 runs without generations ahead",
             )

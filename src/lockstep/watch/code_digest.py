@@ -1,5 +1,4 @@
-"""Digests of the user's code: a function with everything that it reaches, so that a resumed run notices a changed
-reward.
+"""Digests of the user's code, a function with all that it reaches: a resumed run notices a changed reward.
 
 Two things are digested. The *files* of the user's that the function reaches, each whole (`own_files.py`). And the
 *objects* that it reaches when the run begins: the text of functions and classes, and the values of globals,
@@ -65,12 +64,7 @@ _OF_PYTHON = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class CodeDigest:
-    """What a function reaches.
-
-    Attributes:
-        objects: hex digest of the texts and values of the objects.
-        files: hex digest of each file of the user's, by its path.
-    """
+    """What a function reaches: a digest of its objects' texts and values, and of each file of the user's, by path."""
 
     objects: str
     files: Mapping[Path, str]
@@ -84,7 +78,7 @@ def code_digest(function: Any) -> CodeDigest:
     """Digests of a function, a callable object, a model with its weights, or a command as text."""
     walk = _Walk()
     if isinstance(function, str):
-        walk.parts[()] = {function}
+        walk.texts[()] = {function}
         walk.files.reach_named(_words(function), Path.cwd())
     else:
         walk.take((), function, root=True)
@@ -102,7 +96,7 @@ class _Walk:
     """Collects a description of each object that a function reaches, by the names that lead to it."""
 
     def __init__(self) -> None:
-        self.parts: dict[tuple[str, ...], set[str]] = {}
+        self.texts: dict[tuple[str, ...], set[str]] = {}
         self.files = OwnFiles()
         # Kept alive, so that no two objects have the same id.
         self._seen: dict[int, Any] = {}
@@ -113,19 +107,14 @@ class _Walk:
         changed = self._changed | self.files.changed
         texts = [
             f"{'.'.join(names)}: {text}"
-            for names, found in self.parts.items()
+            for names, found in self.texts.items()
             if not changed.intersection(names)
             for text in found
         ]
         return text_digest(self.files.without_places("\n".join(sorted({*texts, *self.files.slices()}))))
 
     def take(self, names: tuple[str, ...], value: Any, *, root: bool = False) -> None:
-        """Describe an object and all that it reaches.
-
-        Args:
-            names: the names that lead to it.
-            root: whether it is described although it is not the user's own.
-        """
+        """Describe an object, which `names` lead to, and all that it reaches. A `root` need not be the user's own."""
         if isinstance(value, _PLAIN) and not isinstance(value, enum.Enum):
             self._say(names, f"{type(value).__name__} {value!r}")
             return
@@ -160,7 +149,7 @@ class _Walk:
             self._object(names, value, root=root)
 
     def _say(self, names: tuple[str, ...], text: str) -> None:
-        self.parts.setdefault(names, set()).add(text)
+        self.texts.setdefault(names, set()).add(text)
 
     # ---- objects ----------------------------------------------------------------------------------------------------
 
@@ -192,9 +181,7 @@ class _Walk:
             self._say(names, text if len(text) <= _LONGEST else text_digest(text))
         except (TypeError, ValueError, RecursionError):
             if isinstance(value, Mapping):
-                items = [
-                    (str(key) if isinstance(key, _PLAIN) else "", key, part) for key, part in value.items()
-                ]
+                items = [(str(k) if isinstance(k, _PLAIN) else "", k, part) for k, part in value.items()]
             elif isinstance(value, Set):
                 items = [("", None, part) for part in sorted(value, key=str)]
             else:
@@ -241,12 +228,8 @@ class _Walk:
     def _class(self, names: tuple[str, ...], value: type, *, root: bool) -> None:
         is_own = is_users(value)
         if not is_own:
-            self._say(
-                names,
-                self._text(value)
-                if root and not is_lockstep(value)
-                else f"{value.__module__}.{value.__qualname__}",
-            )
+            is_read = root and not is_lockstep(value)
+            self._say(names, self._text(value) if is_read else f"{value.__module__}.{value.__qualname__}")
             return
         self._seen[id(value)] = value
         self._say((), self._text(value))
@@ -279,9 +262,8 @@ class _Walk:
             return
         codes = list(_codes(function))
         names = {name for code in codes for name in code.co_names}
-        used = {
-            str(step.argval) for code in codes for step in dis.get_instructions(code) if _is_of_globals(step)
-        }
+        steps = [step for code in codes for step in dis.get_instructions(code)]
+        used = {str(step.argval) for step in steps if _is_of_globals(step)}
         for name in sorted(used & function.__globals__.keys()):
             found = function.__globals__[name]
             if isinstance(found, types.ModuleType):
@@ -307,17 +289,12 @@ _HOLDING = (types.FunctionType, types.MethodType, functools.partial, *_COLLECTIO
 
 def _attributes(value: Any) -> dict[str, Any]:
     slots = [name for kind in type(value).__mro__ for name in _listed(getattr(kind, "__slots__", ()))]
-    held = {
-        name: getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name)
-    }
+    named = [name for name in slots if not name.startswith("__") and hasattr(value, name)]
     # What a property has computed and keeps is there only after it was asked for.
     own = getattr(value, "__dict__", {})
-    kept = (
-        k
-        for k in own
-        if not isinstance(inspect.getattr_static(type(value), k, None), functools.cached_property)
-    )
-    return {**held, **{key: own[key] for key in kept}}
+    kinds = {key: inspect.getattr_static(type(value), key, None) for key in own}
+    kept = {key: own[key] for key, kind in kinds.items() if not isinstance(kind, functools.cached_property)}
+    return {name: getattr(value, name) for name in named} | kept
 
 
 def _listed(names: Any) -> list[str]:
@@ -351,10 +328,7 @@ def _changed_by(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_of_globals(step: dis.Instruction) -> bool:
-    """Whether an instruction reads or writes a global by its name.
-
-    The body of a class looks names up in several places.
-    """
+    """Whether an instruction uses a global by its name. The body of a class looks names up in several places."""
     return "GLOBAL" in step.opname or step.opname == "LOAD_NAME"
 
 

@@ -1,8 +1,5 @@
 """Proofs of the way from answer to loss: turns hold what was answered, and a loss has what was sampled.
 
-Proof that what is learned is what was sampled: the tensors of a loss hold the ids and log-probs of the engine's
-answers.
-
 Each rollout has a seal from the moment at which the engine's last answer was in (`rollouts/group.py`). The ids that a
 model reads are taken from the pack itself: from its nodes and from who sees whom.
 
@@ -15,10 +12,8 @@ Does not show: that the answer itself belongs to its prompt (`gap`), and its tex
 a user's objective takes from elsewhere.
 When: every micro-batch of every step, before its loss.
 
-The turns proof: a rollout holds exactly what the engine was asked and has answered.
-
-There is one `Record` per rollout. When the program has ended, the record is compared with the rollout's branches. The
-gap proves log-probs up to rounding; this proof is exact.
+One `Record` per rollout is compared with the rollout's branches when its program has ended. The gap proves log-probs up
+to rounding; this proof is exact.
 
 Proof `turns`.
 Shows: in each rollout, every answer of the engine is in exactly one branch: behind the ids and pictures that the
@@ -27,9 +22,7 @@ digests).
 Does not show: that the inserted ids are the right ones.
 When: every rollout of the driver.
 
-The placeholder proof: the engine has sampled no placeholder of a picture.
-
-A model reads the placeholders of a prompt as parts of pictures. A sampled one would shift every picture behind it.
+A model reads placeholders as parts of pictures. A sampled one would shift every picture behind it.
 
 Proof `placeholder`.
 Shows: no sampled id is the placeholder of a picture, which every request of a run with pictures bans
@@ -43,6 +36,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -68,8 +62,7 @@ class Sampled:
         rollout: prompt id and sample.
         ids: digest of ids and positions (`tokens_of` in `rollouts/group.py`).
         logps: digest of the engine's log-probs.
-        old_logps: digest of the log-probs that the policy gave before the generation's first step; None: nothing
-            scored it then.
+        old_logps: digest of the policy's log-probs before the generation's first step; None: nothing scored it then.
     """
 
     rollout: tuple[str, int]
@@ -142,40 +135,28 @@ class SampledTokens:
 
     Args:
         sampled: every branch with sampled tokens, by name.
-        parts: names of the branches of each micro-batch, over all ranks.
-        own_forward: whether the old log-probs of a loss are those of its own forward, because the policy does not
-            change before it.
+        micro_batches: names of the branches of each one, over all ranks.
+        own_forward: whether the old log-probs are those of the loss's own forward: no step was made before it.
     """
 
     def __init__(
-        self, sampled: Mapping[str, Sampled], parts: Sequence[Sequence[str]], *, own_forward: bool
+        self, sampled: Mapping[str, Sampled], micro_batches: Sequence[Sequence[str]], *, own_forward: bool
     ) -> None:
-        self._sampled, self._parts = dict(sampled), [sorted(part) for part in parts]
+        self._sampled, self._micro_batches = dict(sampled), [sorted(names) for names in micro_batches]
         self._own_forward = own_forward
 
-    def check_part(self, part: int, names: Iterable[str]) -> None:
-        """Check that a micro-batch learns from its own completions, and from each of them once.
-
-        Args:
-            part: index of the micro-batch within the generation.
-
-        Raises:
-            ProofError: it has other completions.
-        """
-        found, due = sorted(names), self._parts[part]
+    def check_micro_batch(self, index: int, names: Iterable[str]) -> None:
+        """Check that a micro-batch of the generation learns from its own completions, each of them once."""
+        found, due = sorted(names), self._micro_batches[index]
         if found != due:
             strange = sorted({*found} ^ {*due}) or [name for name in due if found.count(name) != 1]
             raise _wrong(
-                f"micro-batch {part} learns from {len(found)} completions, and {len(due)} were sampled for it; "
-                f"{strange[0] if strange else 'a completion'} is in only one of the two",
+                f"micro-batch {index} learns from {len(found)} completions, and {len(due)} were sampled for it; "
+                f"{strange[0] if strange else 'a completion'} is in only one of the two"
             )
 
     def check(self, entering: Entering) -> None:
-        """Compare a pack with what was sampled.
-
-        Raises:
-            ProofError: the ids, their places, the engine's log-probs or the old log-probs are others.
-        """
+        """Compare a pack with what was sampled: ids, their places, the engine's log-probs and the old log-probs."""
         own = self._own_forward and _equal(entering.old_logps, entering.logps)
         starts = np.cumsum(entering.lengths) - entering.lengths
         found = zip(entering.names, starts.tolist(), entering.lengths, entering.digests(), strict=True)
@@ -188,22 +169,13 @@ class SampledTokens:
             self._same(due, right, "old log-probs")
 
     def check_aside(self, name: str, ids: str, logps: str, old_logps: Any) -> None:
-        """Compare a completion that needs no forward in this step.
-
-        Args:
-            ids, logps: digests, as in `Sampled`.
-            old_logps: (N,) log-probs from before the first step; None: there are none.
-
-        Raises:
-            ProofError: the ids, their places, the engine's log-probs or the old log-probs are others.
-        """
+        """Compare the digests and (N,) old log-probs, if any, of a completion that needs no forward in this step."""
         due = self._due(name)
         self._same(due, ids == due.ids, "ids, or the ids before them,")
         self._same(due, logps == due.logps, "log-probs of the engine")
         if due.old_logps is not None:
-            self._same(
-                due, old_logps is not None and digest_of(name, old_logps) == due.old_logps, "old log-probs"
-            )
+            same = old_logps is not None and digest_of(name, old_logps) == due.old_logps
+            self._same(due, same, "old log-probs")
 
     def _due(self, name: str) -> Sampled:
         if name not in self._sampled:
@@ -242,15 +214,11 @@ def _wrong(found: str) -> ProofError:
 def sampled_tokens(
     groups: Sequence[RolloutGroup], old_logps: Scores | None, size: int, *, own_forward: bool
 ) -> SampledTokens:
-    """The proof of a generation, from the seals of its scored rollouts.
+    """The proof of a generation, from the seals of its scored rollouts; raises `ProofError` if a seal does not fit.
 
     Args:
         old_logps: log-probs of the policy before the first step, by name of the branch; None: nothing was scored then.
         size: completions per micro-batch.
-        own_forward: as in `SampledTokens`.
-
-    Raises:
-        ProofError: a rollout has no seal, or its text or its row is not the one that it was sealed with.
     """
     sampled: dict[str, Sampled] = {}
     names: list[list[str]] = []
@@ -270,18 +238,12 @@ def sampled_tokens(
                 old = None if old_logps is None else digest_of(name, old_logps[name])
                 sampled[name] = Sampled((prompt, sample), ids, logps, old)
             names.append(list(rollout.seal.tokens))
-    parts = [
-        [name for own in names[start : start + size] for name in own] for start in range(0, len(names), size)
-    ]
-    return SampledTokens(sampled, parts, own_forward=own_forward)
+    batches = [list(chain(*names[start : start + size])) for start in range(0, len(names), size)]
+    return SampledTokens(sampled, batches, own_forward=own_forward)
 
 
 def check_entering(proof: SampledTokens, batch: TokenBatch) -> None:
-    """Compare a pack just before its loss.
-
-    Raises:
-        ProofError: the ids, their places, the engine's log-probs or the old log-probs are others.
-    """
+    """Compare a pack just before its loss."""
     pack = batch.pack
     logps = batch.behaviour_logps, batch.old_logps, batch.logps
     ids = pack.input_ids, pack.predictors, pack.targets, pack.position_ids
@@ -306,11 +268,7 @@ def check_entering(proof: SampledTokens, batch: TokenBatch) -> None:
 
 
 def check_aside(proof: SampledTokens, sequences: Sequence[TrainingSequence]) -> None:
-    """Compare sequences that were scored before the first step and have no gradient.
-
-    Raises:
-        ProofError: the ids, their places, the engine's log-probs or the old log-probs are others.
-    """
+    """Compare sequences that were scored before the first step and have no gradient."""
     for s in sequences:
         places = np.arange(len(s.path), dtype=np.int64)
         ids = digest_of(s.name, s.path, places, s.predictors, s.sampled_ids)
@@ -318,9 +276,7 @@ def check_aside(proof: SampledTokens, sequences: Sequence[TrainingSequence]) -> 
 
 
 class Record:
-    """The answers of one rollout, by a digest of the ids and the digests of the pictures after which each was
-    sampled.
-    """
+    """The answers of one rollout, by a digest of the ids and the digests of the pictures before each."""
 
     def __init__(self) -> None:
         self._answers: dict[tuple[bytes, tuple[str, ...]], list[Completion]] = {}
@@ -334,11 +290,9 @@ class Record:
             self._answers.setdefault((_digest(request.prompt_ids), seen), []).append(answer)
 
     def check(self, rollout: Rollout) -> None:
-        """Check that every answer is in exactly one branch: behind the ids and pictures that the engine was sent,
-        marked as sampled, with its log-probs and versions; and that nothing else is marked as sampled.
+        """Check that every answer is in exactly one branch, and that nothing else is marked as sampled.
 
-        Raises:
-            ProofError: it is not.
+        It stands behind the ids and pictures that the engine was sent, with its marks, log-probs and versions.
         """
         left = {context: list(answers) for context, answers in self._answers.items()}
         for branch in rollout.branches:
@@ -362,8 +316,7 @@ class Record:
                 if found is None:
                     raise _unlike(
                         f"id {place} of branch {branch.key} is marked as sampled, and the engine was not "
-                        f"asked to continue the "
-                        "ids before it with the pictures in them"
+                        "asked to continue the ids before it with the pictures in them"
                     )
                 length = _shared(found, branch, sampled, place)
                 if self._cuts:
@@ -371,8 +324,7 @@ class Record:
                 if not length or (length < len(found.token_ids) and not self._cuts):
                     raise _unlike(
                         f"branch {branch.key} differs from the answer to {found.key} from its id "
-                        f"{place + length} on: in an id, "
-                        "its log-prob, its version or its mark"
+                        f"{place + length} on: in an id, its log-prob, its version or its mark"
                     )
                 answers.remove(found)
                 end += length
@@ -383,9 +335,7 @@ class Record:
             place = end
 
     def _cut(self, branch: Completion, state: blake2b, seen: tuple[str, ...], place: int, length: int) -> int:
-        """The length of a turn that may be cut behind a stop string: the next turn may begin before the end of the
-        answer.
-        """
+        """The length of a turn that a stop string may have cut: the next may begin before the end of the answer."""
         ahead = state.copy()
         for count in range(1, length):
             ahead.update(branch.token_ids[place + count - 1 : place + count].tobytes())
@@ -421,14 +371,7 @@ def _unlike(found: str) -> ProofError:
 
 
 def check_placeholders(completions: Iterable[Completion], banned: Sequence[int]) -> None:
-    """Check the ids that the engine has sampled. Inserted ids may show pictures.
-
-    Args:
-        banned: the placeholders of pictures. Empty: the run has no pictures.
-
-    Raises:
-        ProofError: a placeholder was sampled.
-    """
+    """Check that no placeholder of a picture was sampled. Inserted ids may show pictures."""
     if not banned:
         return
     for completion in completions:

@@ -82,12 +82,7 @@ class TokenDraws:
 
 @dataclass(frozen=True, slots=True)
 class Bet:
-    """One bet.
-
-    Attributes:
-        suspicion: what the engine does if this bet wins, as it is said in an error.
-        log_ratios: gives (N,) log(r ÷ p) of the sampled tokens.
-    """
+    """One bet: what the engine does if it wins, in the words of an error, and (N,) log(r ÷ p) of the sampled tokens."""
 
     suspicion: str
     log_ratios: Callable[[TokenDraws], Values]
@@ -107,8 +102,7 @@ def _tilted(size: float) -> Callable[[TokenDraws], Values]:
 
 
 def _by_rank(integral: Callable[[Values, TokenDraws], Values]) -> Callable[[TokenDraws], Values]:
-    """r = p × the mean of a density over the token's place, from `below` to `upto`, when ids are sorted by their
-    probability.
+    """r = p × the mean of a density over the token's place, from `below` to `upto`, among ids sorted by probability.
 
     Ids of the same probability share a place. The means of all places, weighted with their masses, add up to the
     density's integral from 0 to 1.
@@ -177,8 +171,7 @@ BETS = _bets()
 
 # Largest probability that the evidence of a run without a fault ever reaches the limit.
 FALSE_ALARM = 1e-6
-# Nats that each token pays for the rounding of the log-softmax in fp32. It may be the same for every token of a long
-# run.
+# Nats that each token pays for the rounding of the log-softmax in fp32, which may be the same in a whole run.
 SLACK = 1e-5
 
 
@@ -232,9 +225,8 @@ def measure_draws(
 ) -> DrawStats:
     """Statistics of the N tokens of several completions, one completion after the other.
 
-    Tokens of older weights are bet on like the others: the bets need nothing of the trainer but that its weights have
-    not learned from these tokens yet. The other sums are about the trainer's own distribution, and leave these tokens
-    out.
+    Tokens of older weights are bet on like the others: the weights have not learned from them yet, and a bet needs no
+    more. The other sums are about the trainer's own distribution, and leave these tokens out.
 
     Args:
         behaviour: (N,) the engine's log-probs.
@@ -261,15 +253,10 @@ def measure_draws(
 
 
 class DrawEvidence:
-    """The evidence of a run, from generation to generation.
+    """The evidence of a run: over `generations` with tokens to bet on, the logarithm of what each bet has `held`.
 
     A fault may begin late, when a bet has long lost what it had. So each bet starts again at every generation, with a
-    share of the stake: 1 ÷ k(k + 1) at generation k, in all 1. The evidence is the mean over bets of all that they
-    hold.
-
-    Attributes:
-        generations: number of generations so far that had tokens to bet on.
-        held: logarithm of what each bet holds.
+    share of the stake: 1 ÷ k(k + 1) at generation k, in all 1. The evidence is the mean of what all bets hold.
     """
 
     def __init__(self) -> None:
@@ -311,26 +298,16 @@ class DrawEvidence:
         return found
 
     def check(self, version: int, stats: DrawStats) -> None:
-        """Check the evidence.
-
-        Args:
-            version: weight version of the last generation.
-            stats: of the last generation.
-
-        Raises:
-            ProofError: the evidence is 1 ÷ `FALSE_ALARM` or more.
-        """
+        """Check that the evidence is below 1 ÷ `FALSE_ALARM`. Version and stats are those of the last generation."""
         if not self.log_evidence < -math.log(FALSE_ALARM):
             raise ProofError(
                 "draws",
                 f"at version {version}: the sampled tokens are not draws from the distributions whose "
-                f"log-probs were reported. The "
-                f"evidence is 1e{self.log_evidence / math.log(10):.1f} of {1 / FALSE_ALARM:.0e} after "
-                f"{self.generations} "
-                f"generations, most by the bet '{self.strongest}'; Z {stats.z:+.1f} over the last {stats.fresh} tokens",
-                f"the engine {BETS[self.strongest].suspicion}: it samples with another temperature or filter "
-                f"than it reports, or "
-                "something keeps the better of several samples",
+                f"log-probs were reported. The evidence is 1e{self.log_evidence / math.log(10):.1f} of "
+                f"{1 / FALSE_ALARM:.0e} after {self.generations} generations, most by the bet "
+                f"'{self.strongest}'; Z {stats.z:+.1f} over the last {stats.fresh} tokens",
+                f"the engine {BETS[self.strongest].suspicion}: it samples with another temperature or "
+                "filter than it reports, or something keeps the better of several samples",
                 "compare the engine's sampling settings with the run's, and look for a program that chooses "
                 "between samples",
             )

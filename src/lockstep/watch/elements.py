@@ -1,17 +1,10 @@
 """Drawn elements of weights and gradients: how they are read, and proofs that they stay, or add up, as they must.
 
-Drawn elements of many tensors: short windows at drawn places, read with one copy for all tensors.
+They are short windows at drawn places, read with one copy for all tensors. Of a sharded tensor, each rank reads the
+elements that it holds. The others read as zeros, so that the sum over ranks is the whole.
 
-Parameters, gradients and the state of optimizers are read with it. Of a sharded tensor, each rank reads the elements
-that it holds. The others read as zeros, so that the sum over ranks is the whole.
-
-Drawn elements of weights and of the optimizer's state that must not change for a while.
-
-When a checkpoint is written, they are compared with those after the last step: the digests of a checkpoint are made of
-what is in memory then. Before the first step of a resumed run they are compared with those that the checkpoint gave,
-whose digests were compared when it was loaded.
-
-Proof that a step's gradient is the sum of what its backward passes add: nothing is left over, and nothing is cleared.
+When a checkpoint is written, weights and the optimizer's state are compared with those after the last step, and before
+the first step of a resumed run with those that the checkpoint gave. Digests say what was in memory when they were made.
 
 A hook on some drawn parameters keeps what each backward adds at drawn elements.
 
@@ -39,14 +32,8 @@ WINDOW = 16
 _WINDOWS = 2
 
 
-class Drawn:
-    """Windows in a list of tensors.
-
-    Args:
-        owners: index of each window's tensor.
-        starts: first element of each window, in the flattened tensor.
-        lengths: number of elements of each window.
-    """
+class DrawnElements:
+    """Windows in a list of flattened tensors: the index of each one's tensor, its first element, and its length."""
 
     def __init__(self, owners: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> None:
         of_windows, sizes = np.array(owners, np.int64), np.array(lengths, np.int64)
@@ -62,7 +49,7 @@ class Drawn:
         self._places_of: dict[torch.device, tuple[torch.Tensor, ...]] = {}
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], seed: tuple[int, ...]) -> Drawn:
+    def of(cls, tensors: Sequence[torch.Tensor], seed: tuple[int, ...]) -> DrawnElements:
         """Windows at places that a seed draws."""
         sizes = np.array([t.numel() for t in tensors], np.int64)
         draws = np.random.default_rng(seed).random((len(sizes), _WINDOWS))
@@ -76,14 +63,12 @@ class Drawn:
         return cls(owners, starts, lengths)
 
     @classmethod
-    def around(cls, places: dict[int, int], tensors: Sequence[torch.Tensor]) -> Drawn:
+    def around(cls, places: dict[int, int], tensors: Sequence[torch.Tensor]) -> DrawnElements:
         """One window around a given element of each of some tensors."""
         owners = list(places)
         sizes = [tensors[i].numel() for i in owners]
-        starts = [
-            max(min(places[i] - WINDOW // 2, n - WINDOW), 0) for i, n in zip(owners, sizes, strict=True)
-        ]
-        return cls(owners, starts, [min(WINDOW, n) for n in sizes])
+        ends = [min(places[i] + WINDOW // 2, n) for i, n in zip(owners, sizes, strict=True)]
+        return cls(owners, [max(end - WINDOW, 0) for end in ends], [min(WINDOW, n) for n in sizes])
 
     def __len__(self) -> int:
         return len(self.owners)
@@ -100,10 +85,7 @@ class Drawn:
         return self._places_of[device]
 
     def read(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """(N,) float64 values of the windows, on the host.
-
-        A tensor that is None, and a part of another rank, reads as zeros.
-        """
+        """(N,) float64 values on the host. A tensor that is None, and a part of another rank, reads as zeros."""
         return self.values(tensors).to("cpu", torch.float64)
 
     def values(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -116,7 +98,7 @@ class Drawn:
 
 
 def read_all(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What several calls of `Drawn.values` gave: float64, on the host, with one copy for each dtype."""
+    """What several calls of `DrawnElements.values` gave: float64, on the host, with one copy for each dtype."""
     return [found.double() for found in on_host(values)]
 
 
@@ -138,12 +120,7 @@ Elements = Mapping[str, torch.Tensor]
 
 
 class LoadedState:
-    """The weights and the optimizer's state as a checkpoint gave them.
-
-    Args:
-        trained: the trained parameters, by name.
-        seed: draws the elements.
-    """
+    """The weights and the optimizer's state as a checkpoint gave them."""
 
     def __init__(
         self,
@@ -152,15 +129,11 @@ class LoadedState:
         seed: tuple[int, ...],
     ) -> None:
         self._optimizer, self._names, self._parameters = optimizer, list(trained), list(trained.values())
-        self._drawn = Drawn.of(self._parameters, seed)
+        self._drawn = DrawnElements.of(self._parameters, seed)
         self._loaded = self._read()
 
     def check(self) -> None:
-        """Compare the elements as they are now.
-
-        Raises:
-            ProofError: one has changed.
-        """
+        """Compare the elements as they are now."""
         check_still(self._drawn, self._names, self._loaded, self._read(), "the checkpoint was loaded")
 
     def _read(self) -> dict[str, torch.Tensor]:
@@ -174,32 +147,23 @@ class LoadedState:
                 v if isinstance(v, torch.Tensor) and v.shape == p.shape and p.dim() else None
                 for v, p in zip(values, self._parameters, strict=True)
             ]
-            found[key] = (
-                self._drawn.read(tensors) + torch.tensor(numbers, dtype=torch.float64)[self._drawn.owners]
-            )
+            of_tensors = torch.tensor(numbers, dtype=torch.float64)
+            found[key] = self._drawn.read(tensors) + of_tensors[self._drawn.owners]
         return found
 
 
-def check_still(drawn: Drawn, names: Sequence[str], before: Elements, now: Elements, since: str) -> None:
-    """Compare elements with what they were.
-
-    Args:
-        names: of the tensors from which the elements are drawn.
-        since: the moment since which they must be the same, in words.
-
-    Raises:
-        ProofError: an element has changed.
-    """
+def check_still(
+    drawn: DrawnElements, names: Sequence[str], before: Elements, now: Elements, since: str
+) -> None:
+    """Compare elements with what they were. `names` are of the tensors, `since` is the moment in words."""
     for what in sorted(before.keys() | now.keys()):
         if what in before and what in now:
             wrong = ~torch.isclose(before[what], now[what], rtol=0.0, atol=0.0, equal_nan=True)
             if not bool(wrong.any()):
                 continue
             at = int(wrong.nonzero()[0])
-            found = (
-                f"of {names[int(drawn.owners[at])]} is {float(now[what][at]):.6g} and was "
-                f"{float(before[what][at]):.6g}"
-            )
+            name, old, new = names[int(drawn.owners[at])], float(before[what][at]), float(now[what][at])
+            found = f"of {name} is {new:.6g} and was {old:.6g}"
         else:
             found = "is there now" if what in now else "is gone"
         raise ProofError(
@@ -222,22 +186,14 @@ _HOOKED, _WITHIN = 32, 10
 
 
 class AccumulationProof:
-    """The proof of one optimizer step.
+    """The proof of one optimizer step. Raises `ProofError` if a gradient of an earlier step is left.
 
     Args:
-        trained: the trained parameters by name.
         gathered: gives the tensor that the backward passes of a sharded parameter add to, before the ranks' parts are
             summed.
-        seed: draws the tensors and elements. The tensors follow each other from step to step; the elements are drawn
-            anew.
+        seed: draws tensors and elements. The tensors follow each other from step to step; the elements are drawn anew.
         step: number of steps before this one.
         always: names of tensors that are not left to the draw.
-
-    Attributes:
-        names: names of the tensors whose gradients are compared at this step.
-
-    Raises:
-        ProofError: a gradient of an earlier step is left.
     """
 
     def __init__(
@@ -263,7 +219,7 @@ class AccumulationProof:
         chosen = [names[i] for i in np.roll(order, -step * size)[:size].tolist()]
         self.names = [name for name in names if name in {*chosen, *always}]
         self._parameters = [trained[name] for name in self.names]
-        self._drawn = Drawn.of(self._parameters, (seed, step, 2))
+        self._drawn = DrawnElements.of(self._parameters, (seed, step, 2))
         self._added: list[list[torch.Tensor]] = [[] for _ in self.names]
         self._hooked = [gathered(p) for p in self._parameters]
         self._handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self._hooked)]
@@ -284,32 +240,22 @@ class AccumulationProof:
         """What this rank knows of the (N,) drawn elements. Ends the proof's hooks.
 
         Returns:
-            The sum of what the backward passes of this rank have added, the sum of its sizes, and the gradients that
-            this rank holds (of sharded tensors, its part; the other elements are 0).
+            The sum of what this rank's backward passes have added, the sum of its sizes, and the gradients that this
+            rank holds (of sharded tensors, its part; the other elements are 0).
         """
         self.end()
         # A tensor that got no gradient has added 0.
         counts = np.bincount(self._drawn.owners.numpy(), minlength=len(self._added)).tolist()
         zero = torch.zeros(1, dtype=torch.float64)
-        added = [
-            torch.stack(own) if own else zero.expand(1, n) for own, n in zip(self._added, counts, strict=True)
-        ]
+        pairs = zip(self._added, counts, strict=True)
+        added = [torch.stack(own) if own else zero.expand(1, n) for own, n in pairs]
         *pieces, self._found = read_all([*added, self._drawn.values([p.grad for p in self._parameters])])
         sums, sizes = [stacked.sum(0) for stacked in pieces], [stacked.abs().sum(0) for stacked in pieces]
-        return [
-            *(torch.cat(parts).tolist() if parts else [] for parts in (sums, sizes)),
-            self._found.tolist(),
-        ]
+        joined = [torch.cat(own).tolist() if own else [] for own in (sums, sizes)]
+        return [*joined, self._found.tolist()]
 
     def check(self, added: Sequence[list[Any]]) -> None:
-        """Compare the gradients with what all backward passes have added.
-
-        Args:
-            added: `added` of every rank.
-
-        Raises:
-            ProofError: they differ.
-        """
+        """Compare the gradients with what the backward passes of all ranks have `added`."""
         sums, sizes = (torch.tensor([rank[k] for rank in added], dtype=torch.float64).sum(0) for k in (0, 1))
         parts = torch.tensor([rank[2] for rank in added], dtype=torch.float64)
         of_ranks = torch.tensor([is_sharded(p) for p in self._parameters])[self._drawn.owners]
@@ -325,10 +271,9 @@ class AccumulationProof:
         names = sorted({self.names[i] for i in self._drawn.owners[wrong].tolist()})
         raise ProofError(
             "accumulation",
-            f"the gradient of {self.names[int(self._drawn.owners[worst])]} is {float(found[worst]):.6g} where "
-            f"the backward passes "
-            f"of the step have added {float(sums[worst]):.6g} ({len(names)} of {len(self.names)} compared "
-            f"tensors differ)",
+            f"the gradient of {self.names[int(self._drawn.owners[worst])]} is {float(found[worst]):.6g} "
+            f"where the backward passes of the step have added {float(sums[worst]):.6g} ({len(names)} of "
+            f"{len(self.names)} compared tensors differ)",
             "gradients were cleared or scaled between two micro-batches, or were not summed over all ranks",
             "let nothing change .grad between the first backward of a step and its optimizer step",
         )

@@ -63,18 +63,12 @@ class Proofs:
     """All checks between an engine's answers and an optimizer step.
 
     Args:
-        model: the trained model; it is only read.
-        engine: the engine that samples for the model.
-        config: the run's configuration.
         clock: counts pushes under `sync` and proofs under `verify`.
-        settings: what the user has asked for.
-        sampling: the distribution of every request.
+        settings: what the user has asked for. Another setting in `sampling`, the distribution of every request, is a
+            `ProofError`.
         recovery: repeats work that lost its engine.
         send: sends the weights as a version, and tells this watch of it.
         bets: whether the draws proof bets on the tokens.
-
-    Raises:
-        ProofError: the sampling distribution of the run is not what the user has asked for.
     """
 
     def __init__(
@@ -91,13 +85,8 @@ class Proofs:
         *,
         bets: bool,
     ) -> None:
-        self._model = model
-        self._bets = bets
-        self._engine = engine
-        self._config = config
-        self._clock = clock
-        self.engine_dtype = config.engine_torch_dtype
-        self.precision = config.precision
+        self._model, self._engine, self._config, self._clock, self._bets = model, engine, config, clock, bets
+        self.engine_dtype, self.precision = config.engine_torch_dtype, config.precision
         self.push = PushWatch(
             model,
             engine,
@@ -130,12 +119,8 @@ class Proofs:
         self._settings, self._ends = settings, Ends(rules.end_ids, decoding(tokenizer, special=True))
         settings.check_sampling(rules.sampling, "the distribution that the trainer scores")
         self.kept_sets = KeptSetStats()
-        self._draws, self._drawn, self._drawn_version, self._judged_version = (
-            DrawEvidence(),
-            DrawStats(),
-            -1,
-            -1,
-        )
+        self._draws, self._last_draws = DrawEvidence(), DrawStats()
+        self._bet_version = self._judged_version = -1
         # Of the evaluations of this process.
         self._evaluated = DrawEvidence()
 
@@ -162,36 +147,23 @@ class Proofs:
     def forget_evidence(self) -> None:
         """Forget the tokens of earlier steps and evaluations, so that they do not count in later judgements."""
         self.pool, self._evaluated_pool, self.tail = PooledGap(), PooledGap(), GapTail(self.limit)
-        self._draws, self._drawn_version, self._judged_version = DrawEvidence(), -1, -1
+        self._draws, self._bet_version, self._judged_version = DrawEvidence(), -1, -1
         self._evaluated = DrawEvidence()
         self.ahead.forget_tokens()
 
     def start(self, folder: Path, step: int, inputs: Mapping[str, Any]) -> None:
-        """Open the receipt, and prove the engine before it samples the first rollout.
-
-        Args:
-            inputs: the run's data, code and settings, for the receipt.
-
-        Raises:
-            ProofError: a push, any module, or the canary fails.
-            InputError: a run is continued and its receipt is broken.
-        """
+        """Open the receipt, and prove the engine before it samples the first rollout. `inputs` are for the receipt."""
         folder.mkdir(parents=True, exist_ok=True)
         self._receipt = Receipt(folder / RECEIPT, step)
         self.tail, self.pool = GapTail(self.limit), PooledGap()
         self.ahead.forget_tokens()
-        self._draws, self._drawn_version, self._judged_version = DrawEvidence(), -1, -1
+        self._draws, self._bet_version, self._judged_version = DrawEvidence(), -1, -1
         for entry in self._receipt.entries:
             if "draws" in entry:
                 self._draws = DrawEvidence.of(entry["draws"])
                 self.pool = PooledGap(GapStats(**entry.get("waiting", {})))
-            self.tail.passed(
-                GapStats(
-                    sum_cubes=entry.get("sum_cubes", 0.0),
-                    sum_fourths=entry.get("sum_fourths", 0.0),
-                    max_abs=entry.get("max_abs_gap", 0.0),
-                )
-            )
+            sums = {name: entry.get(name, 0.0) for name in ("sum_cubes", "sum_fourths")}
+            self.tail.add(GapStats(max_abs=entry.get("max_abs_gap", 0.0), **sums))
         self.prove_engine(step)
         servers = {"servers": list(self._engine.members)} if isinstance(self._engine, VLLMServer) else {}
         more = {
@@ -203,38 +175,20 @@ class Proofs:
         self._receipt.append(start_line(step, self.push, self._engine.settings(), more))
 
     def samples_ahead(self, begun: GenerationsAhead, limit: float) -> None:
-        """The engine will sample generations ahead.
-
-        Args:
-            limit: seconds that a request may wait behind generations that began earlier.
-        """
+        """The engine will sample generations ahead. A request may wait `limit` seconds behind earlier generations."""
         self._begun, self._limit_ahead = begun, limit
 
     def prove_engine(self, version: int) -> None:
-        """Push the weights, probe every module and score the canary. This comes before the engine samples anything.
-
-        Raises:
-            ProofError: the push, a module or the canary fails.
-        """
+        """Push the weights, probe every module and score the canary, before the engine samples anything."""
         self.push.distrust()
         self._is_whole_due = True
         self._send(version)
 
     def prove_joining(self, engine: Engine, version: int) -> None:
-        """Prove another engine as `prove_engine` proves the run's own, before its servers join.
-
-        Raises:
-            ProofError: the push, a module or the canary fails.
-        """
-        config = self._config
-        pusher = ProvenPusher(
-            self._model,
-            engine,
-            self.engine_dtype,
-            self.precision,
-            seed=config.seed,
-            extension=push_extension(config),
-        )
+        """Prove another engine as `prove_engine` proves the run's own, before its servers join."""
+        config, dtypes = self._config, (self.engine_dtype, self.precision)
+        extension = push_extension(config)
+        pusher = ProvenPusher(self._model, engine, *dtypes, seed=config.seed, extension=extension)
         try:
             pusher.push(version, canary=True)
         finally:
@@ -248,14 +202,11 @@ class Proofs:
     def note_optimizer(
         self, step: int, given: Sequence[Mapping[str, Any]] | None, changes: Sequence[Change]
     ) -> None:
-        """Write into the receipt the settings of an optimizer that the user gave, and changes of settings that were
-        taken.
-        """
+        """Write into the receipt the settings of a user's optimizer, and changes of settings that were taken."""
         assert self._receipt is not None
         groups = {} if given is None else {"given": list(given)}
-        self._receipt.append(
-            {"kind": "optimizer", "step": step, **groups, "changes": [change.line() for change in changes]}
-        )
+        lines = [change.line() for change in changes]
+        self._receipt.append({"kind": "optimizer", "step": step, **groups, "changes": lines})
 
     def note_unproven(self, step: int, proof: str, why: str) -> None:
         """Write into the receipt that a proof could not be made at a step, and why."""
@@ -268,22 +219,14 @@ class Proofs:
             self._receipt.append({"kind": "hooks", "step": step, "taken": list(taken)})
 
     def note_change(self, step: int, field: str, value: Any, settings: dict[str, Any]) -> None:
-        """Write into the receipt that the user has changed a field of the run.
-
-        Args:
-            settings: the fields that the receipt's first line will have, for a change before that line.
-        """
+        """Write into the receipt that the user has changed a field. Before the first line, `settings` get the value."""
         if self._receipt is None:
             settings[field] = value
         else:
             self._receipt.append({"kind": "change", "step": step, "field": field, "value": value})
 
     def keep_alarms(self, alarms: Alarms, step: Callable[[], int]) -> None:
-        """Continue the alarms that the receipt has, and write new ones into it, after `start`.
-
-        Args:
-            step: gives the number of steps so far.
-        """
+        """Continue the receipt's alarms, and write new ones into it. `step` gives the number of steps so far."""
         receipt = self._receipt
         assert receipt is not None
 
@@ -298,20 +241,13 @@ class Proofs:
         self._receipt.append(dict(line))
 
     def note_checkpoint(self, step: int, digests: str) -> None:
-        """Write a checkpoint's digest into the receipt.
-
-        The checkpoint no longer fits a receipt that is cut or rewritten.
-        """
+        """Write a checkpoint's digest into the receipt: a receipt that is cut or rewritten no longer fits it."""
         assert self._receipt is not None
         # A checkpoint that is on the disk needs its line there too.
         self._receipt.append({"kind": "checkpoint", "step": step, "digests": digests}, durable=True)
 
     def pushed(self, record: SyncRecord) -> None:
-        """Weights were pushed.
-
-        Raises:
-            ProofError: the engine computes with others.
-        """
+        """Weights were pushed."""
         # An engine that slept has new memory: the canary asks it as a whole, before it samples.
         self.push.canary = self._is_whole_due or self._config.engine_sleeps
         self.push.pushed(record)
@@ -326,64 +262,37 @@ class Proofs:
         return self.ahead.is_due
 
     def ask_again(self, completions: Sequence[Completion], version: int, limit: float) -> None:
-        """Ask the engine to score the canary and drawn completions with the weights that it holds now, while the
-        trainer goes on.
+        """Ask the engine to score the canary and drawn completions with its weights, while the trainer goes on.
 
-        Args:
-            limit: seconds that the answer may take, including the requests that the engine works on first.
+        The answer may take `limit` seconds, with the requests that the engine works on first.
         """
         self.ahead.ask(completions, version, limit)
 
     def check_asked_again(self, version: int) -> None:
-        """Wait for the answer to `ask_again` and check it. Called before the policy changes.
-
-        Raises:
-            ProofError: trainer and engine give a sequence different log-probs.
-            EngineLost: the engine was lost meanwhile.
-        """
+        """Wait for the answer to `ask_again` and check it, before the policy changes. Raises `EngineLost` too."""
         with self._clock.phase("verify"):
             self.ahead.check_answer(version, self.limit)
 
     def check_begun(self, begun: Mapping[int, Sequence[Completion]], version: int) -> None:
-        """Check the gap of drawn completions of later generations, while the trainer has the weights that sampled them.
-
-        Args:
-            begun: the finished completions of each generation, by its number.
-
-        Raises:
-            ProofError: the gap is over a limit; the error says where it comes from.
-        """
+        """Check the gap of drawn completions of later generations, by number, while the trainer has their weights."""
         with self._clock.phase("verify"):
             for gap, completions in self.ahead.check_begun(begun, version, self.tail.limit):
                 self._check_limits(gap, completions, version)
 
     def check_answer(self, request: GenerationRequest, answer: Completion) -> None:
-        """Check one request and its answer.
-
-        Raises:
-            ProofError: the request is not what the user has asked for, or the answer did not end where the request
-                says.
-        """
+        """Check one request against the user's settings, and that its answer ended where the request says."""
         self._settings.check_request(request)
         self._ends.check(request, answer)
 
     def check_completions(self, completions: Sequence[Completion]) -> None:
-        """Check finished completions of one turn.
-
-        Raises:
-            ProofError: a completion has another length or another interruption than the user has asked for.
-        """
+        """Check length and interruption of finished completions of one turn."""
         with self._clock.phase("verify"):
             context = self._engine.settings().max_model_len
             for completion in completions:
                 self._settings.check_completion(completion, context)
 
     def check_groups(self, groups: Sequence[RolloutGroup]) -> None:
-        """Check the samples of a whole generation.
-
-        Raises:
-            ProofError: completions of one group are copies of each other, or a placeholder of a picture was sampled.
-        """
+        """Check the samples of a whole generation: no copies, no placeholders of pictures."""
         with self._clock.phase("verify"):
             check_placeholders(branches_of(groups), self._settings.banned)
             check_samples([[r.branches for r in group.rollouts] for group in groups])
@@ -406,13 +315,8 @@ class Proofs:
         Args:
             gap: over all tokens that the policy scored.
             kept_sets: over drawn tokens.
-            sampled: how many tokens the engine sampled with the weights of `version`, without those that are left
-                aside.
+            sampled: how many tokens the weights of `version` sampled, without those that are left aside.
             completions: the sampled completions; a failure is explained with some of them.
-
-        Raises:
-            ProofError: tokens are missing; the gap is over a limit, and the error says where it comes from; or the
-                sets of kept ids are not those of the run's filters.
         """
         with self._clock.phase("verify"):
             check_count(gap, sampled, version)
@@ -420,8 +324,7 @@ class Proofs:
                 self.measure_limits(completions, version)
             limit = self.tail.limit
             pools = self._config.max_staleness or limit.is_coarse
-            # Some generations are judged twice, with the same tokens. The pool gets them once, and sets are compared
-            # once.
+            # Some generations are judged twice, with the same tokens. They count once in the pool and in the sets.
             again, self._judged_version = version == self._judged_version, version
             pool = PooledGap() if again else self.pool
             judged = pool.add(gap, limit) if pools else gap
@@ -441,15 +344,7 @@ class Proofs:
         completions: Sequence[Completion],
         version: int,
     ) -> None:
-        """Check the drawn completions of an evaluation.
-
-        Args:
-            gap, draws, kept_sets: over their tokens.
-
-        Raises:
-            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from the distributions
-                whose log-probs were reported.
-        """
+        """Check the drawn completions of an evaluation."""
         with self._clock.phase("verify"):
             check_count(gap, sum(len(c.sampled_places) for c in completions), version)
             limit = self.tail.limit
@@ -468,9 +363,8 @@ class Proofs:
     def _check_limits(self, gap: GapStats, completions: Sequence[Completion], version: int) -> None:
         if over_limits(gap, self.tail.limit):
             # The limits of an extension are those of other tokens, unless these tokens were measured.
-            self.measure_limits(
-                sorted(completions, key=lambda c: str(c.key) != gap.worst), version, always=True
-            )
+            worst_first = sorted(completions, key=lambda c: str(c.key) != gap.worst)
+            self.measure_limits(worst_first, version, always=True)
         limit = self.tail.limit
         if over_limits(gap, limit):
             raise self.explained.error(gap, limit, completions, version)
@@ -483,13 +377,9 @@ class Proofs:
         self.tail.outer = self.push.limit_of_tokens
 
     def check_draws(self, draws: DrawStats, version: int) -> None:
-        """Bet on a generation's tokens. Further calls for the same version do nothing.
-
-        Raises:
-            ProofError: the tokens of the run are no draws from the distributions whose log-probs were reported.
-        """
-        if self._bets and version != self._drawn_version:
-            self._drawn, self._drawn_version = draws, version
+        """Bet on a generation's tokens. Further calls for the same version do nothing."""
+        if self._bets and version != self._bet_version:
+            self._last_draws, self._bet_version = draws, version
             self._draws.add(draws)
             self._draws.check(version, draws)
 
@@ -499,7 +389,7 @@ class Proofs:
         pushed = {} if self.push.proof is None else self.push.proof.push.metrics()
         pushed |= self.push.extension.metrics()
         judged = self.judged_now.metrics()
-        return pushed | kept | judged | self.ahead.metrics() | draw_metrics(self._draws, self._drawn)
+        return pushed | kept | judged | self.ahead.metrics() | draw_metrics(self._draws, self._last_draws)
 
     def check(
         self,
@@ -515,18 +405,14 @@ class Proofs:
 
         Args:
             gap: over all tokens of the generation but those that are left aside.
-            draws: over all tokens of its drawn rollouts. The draws of a generation count once, at the first call.
+            draws: over all tokens of its drawn rollouts. They count once per generation, at the first call.
             kept_sets: over drawn tokens.
             record: write the receipt's line; there is one per generation.
-
-        Raises:
-            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from what was reported.
         """
         version = generation.version
         if (begun := self._begun) is not None:
             if not record:
-                # The gap is checked once per generation, together with the canary. The policy does not change before
-                # that.
+                # The gap is checked once per generation, with the canary, and the policy does not change before that.
                 self.check_draws(draws, version)
                 return
             self.recovery.run(lambda: self._prove_ahead(begun, generation))
@@ -543,10 +429,8 @@ class Proofs:
             self._send(version)
             self.ask_again(generation.completions, version, self._limit_ahead)
         self.check_asked_again(version)
-        finished = {
-            number: [c for r in found for c in r.branches] for number, found in begun.finished().items()
-        }
-        self.check_begun(finished, version)
+        finished = begun.finished().items()
+        self.check_begun({n: [c for r in found for c in r.branches] for n, found in finished}, version)
 
     def write(self, gap: GapStats, sampled: int, aside: int, step: int, version: int) -> None:
         """Write the receipt's line of a step whose proofs have passed.
@@ -561,13 +445,11 @@ class Proofs:
             "sampled_tokens": sampled,
             "aside_tokens": aside,
             **self._of_staleness(sampled - aside - gap.tokens),
-            "draws": {**self._draws.data(), "z": self._drawn.z, "tokens": self._drawn.tokens},
+            "draws": {**self._draws.data(), "z": self._last_draws.z, "tokens": self._last_draws.tokens},
         }
-        line = step_line(
-            step, version, self.push, gap, self.tail.limit, self.judged_now, self.pool.waiting, more
-        )
-        self._receipt.append(line)
-        self.tail.passed(gap)
+        judged = self.tail.limit, self.judged_now, self.pool.waiting
+        self._receipt.append(step_line(step, version, self.push, gap, *judged, more))
+        self.tail.add(gap)
 
     def _of_staleness(self, stale: int) -> dict[str, Any]:
         """The receipt's fields about stale tokens; empty for a run that has none."""
@@ -577,11 +459,6 @@ class Proofs:
 
 class EngineWatch:
     """The proofs of the engine on one rank, before they are needed and where another rank holds the engine.
-
-    Args:
-        model: the trained model; it is only read.
-        sampling: the distribution of every request.
-        bets: whether the draws proof bets on the tokens.
 
     Attributes:
         decode: gives the text of ids, without special tokens.
@@ -601,13 +478,8 @@ class EngineWatch:
         *,
         bets: bool,
     ) -> None:
-        self.model, self._config, self._tokenizer, self._clock, self._ranks = (
-            model,
-            config,
-            tokenizer,
-            clock,
-            ranks,
-        )
+        self.model, self._config, self._tokenizer = model, config, tokenizer
+        self._clock, self._ranks = clock, ranks
         self._settings, self._sampling, self._bets = settings, sampling, bets
         self.decode = decoding(tokenizer)
         self.searches_top_p, self._proven, self._seeds = False, False, Seeds()
@@ -632,11 +504,7 @@ class EngineWatch:
 
     @property
     def proofs(self) -> Proofs:
-        """The proofs.
-
-        Raises:
-            InputError: another rank holds the engine.
-        """
+        """The proofs. Raises `InputError` if another rank holds the engine."""
         if self._proofs is None:
             raise InputError(f"rank {self._ranks.rank} holds no engine")
         return self._proofs
@@ -665,11 +533,7 @@ class EngineWatch:
         self.proofs.push.pushing()
 
     def pushed(self, record: SyncRecord) -> None:
-        """Weights were pushed.
-
-        Raises:
-            ProofError: the engine computes with others.
-        """
+        """Weights were pushed."""
         self.proofs.pushed(record)
 
     def asked(self, starts: Sequence[Start], version: int) -> None:
@@ -677,11 +541,7 @@ class EngineWatch:
         self._seeds.check({start.key: start.seed for start in starts}, version)
 
     def sampled(self, groups: Sequence[RolloutGroup], *, one_turn: bool) -> None:
-        """The engine has answered all requests of these groups.
-
-        Args:
-            one_turn: whether every completion is one answer to one request.
-        """
+        """The engine has answered all requests of these groups. `one_turn`: a completion is one answer."""
         self.proofs.check_groups(groups)
         if one_turn:
             self.proofs.check_completions(branches_of(groups))
@@ -689,21 +549,14 @@ class EngineWatch:
     def taken_ahead(
         self, groups: Sequence[RolloutGroup], version: int, *, one_turn: bool, limit: float
     ) -> None:
-        """Groups were taken whose tokens may be older than `version`.
-
-        Args:
-            limit: seconds that the engine's answer to a further question may take.
-        """
+        """Groups were taken whose tokens may be older than `version`. A further answer may take `limit` seconds."""
         completions = branches_of(groups)
         check_staleness(completions, version, self._config.max_staleness)
         self.sampled(groups, one_turn=one_turn)
         self.proofs.ask_again(completions, version, limit)
 
     def note_unproven(self, step: int, proof: str, why: str) -> None:
-        """Write into the receipt that a proof could not be made at a step.
-
-        On ranks without the engine nothing is written.
-        """
+        """Write into the receipt that a proof could not be made at a step. Ranks without the engine write nothing."""
         if self._proofs is not None:
             self._proofs.note_unproven(step, proof, why)
 

@@ -1,14 +1,9 @@
 """What the proofs keep of a step's tokens: sums over packs and ranks, and whole rows of logits at drawn tokens.
 
-The tokens are those of an optimizer step, or of a forward without gradient. The gap is over tokens that these same
-weights sampled. The difference is over all tokens, older weights included.
-
-Whole rows of logits at drawn tokens of a micro-batch, and the proofs that need them: temperature and kept ids.
-
-The hidden states of drawn tokens are kept at each forward. When all packs of the micro-batch are through, the output
-head computes their logits once. `watch/settings.py` compares the log-probs of the loss with what the user has asked
-for, by the definitions in `definitions/sampling.py`. `watch/kept_sets.py` compares the engine's kept ids with the
-filters.
+The tokens are those of an optimizer step, or of a forward without gradient. The hidden states of drawn tokens are kept
+at each forward. When all packs of the micro-batch are through, the output head computes their logits once.
+`watch/settings.py` compares the log-probs of the loss with what the user has asked for, and `watch/kept_sets.py` the
+engine's kept ids with the filters.
 """
 
 from __future__ import annotations
@@ -44,23 +39,16 @@ from lockstep.watch.plain_forward import LOGITS_BYTES
 from lockstep.watch.settings import SettingsProof
 from lockstep.watch.tolerances import Tolerance
 
-# Number of tokens that are drawn from each pack. As many are compared per micro-batch, about the same number of each
-# pack. If kept ids are compared, the number is larger, because a mean over few sets shows little.
+# So many tokens are drawn from each pack, and as many are compared per micro-batch, about the same number of each
+# pack; more where kept ids are compared, because a mean over few sets shows little.
 _DRAWN, _DRAWN_SETS = 8, 64
-# A token so far from the start of its completion is not compared with the filters, because all ids before it would be
-# read.
+# A token so far into its completion is not compared with the filters, because all ids before it would be read.
 LONGEST = 4096
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A drawn token.
-
-    Attributes:
-        sequence: the completion.
-        place: index among its sampled tokens.
-        proves_set: whether its kept ids are to be compared.
-    """
+    """A drawn token: its completion, its index among the sampled tokens, and whether its kept ids are compared."""
 
     sequence: TrainingSequence
     place: int
@@ -79,13 +67,7 @@ class _Row:
 
 
 class DrawnRows:
-    """The drawn tokens of a micro-batch.
-
-    Args:
-        settings: what the user has asked for; None: log-probs are not compared.
-        kept_sets: compares the engine's kept ids; None: the run has no such filters.
-        precision: how the trainer computes a forward.
-    """
+    """The drawn tokens of a micro-batch. No `settings`: log-probs are not compared; no `kept_sets`: nor kept ids."""
 
     def __init__(
         self, settings: SettingsProof | None, kept_sets: KeptSetProof | None, precision: Precision
@@ -107,10 +89,10 @@ class DrawnRows:
         """
         # Any seed is right that does not depend on the values.
         count = _DRAWN if self._kept_sets is None else _DRAWN_SETS
-        drawn = np.sort(np.random.default_rng(len(logps)).permutation(len(logps))[:count])
-        here = sent(torch.from_numpy(drawn), logps.device)
+        tokens = np.sort(np.random.default_rng(len(logps)).permutation(len(logps))[:count])
+        here = sent(torch.from_numpy(tokens), logps.device)
         ends = np.cumsum([s.length for s in pack.sequences])
-        for token, owner in zip(drawn, np.searchsorted(ends, drawn, side="right"), strict=True):
+        for token, owner in zip(tokens, np.searchsorted(ends, tokens, side="right"), strict=True):
             sequence = pack.sequences[owner]
             place = int(token - (ends[owner] - sequence.length))
             fresh = sequence.fresh is None or bool(sequence.fresh[place])
@@ -119,14 +101,7 @@ class DrawnRows:
         self._hidden.append(hidden.flatten(0, 1)[pack.predictors[here]])
 
     def check(self, policy: Policy) -> KeptSetStats:
-        """Check the drawn tokens with a policy whose weights are still those of their forwards.
-
-        The rows are forgotten then.
-
-        Raises:
-            ProofError: log-probs are not those of the distribution that the user has asked for, or a set is not that of
-                the run's filters.
-        """
+        """Check the drawn tokens with a policy whose weights are still those of their forwards, and forget them."""
         if not self._rows:
             return KeptSetStats()
         shards, model, precision = sharded(policy.model), policy.model, self._precision
@@ -141,29 +116,20 @@ class DrawnRows:
     def check_with(self, model: PreTrainedModel, *, fp32_head: bool, single: bool) -> KeptSetStats:
         """Check the drawn tokens, when all packs of the micro-batch are through.
 
-        The output head computes in the dtype of its weight: a cast of the whole weight would cost more than the
-        product.
+        The output head computes in the dtype of its weight: a cast of the whole weight would cost more.
 
         Args:
             fp32_head: whether the output head computes in float32 instead.
             single: whether the head of the forward computes in float32, for whatever reason.
-
-        Returns:
-            What the comparison of kept ids has found.
-
-        Raises:
-            ProofError: log-probs are not those of the distribution that the user has asked for, or a set is not that
-                of the run's filters.
         """
         if not self._rows:
             return KeptSetStats()
         inner, (rows, logps, hidden) = causal_model(model), self._chosen()
         head, config = inner.get_output_embeddings(), inner.config.get_text_config()
+        dtype = head.weight.dtype
         due, found, start = [], KeptSetStats(), 0
         for part in hidden.split(max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))):
-            product = (
-                fp32_head_product(head, part) if fp32_head else _product(head, part.to(head.weight.dtype))
-            )
+            product = fp32_head_product(head, part) if fp32_head else _product(head, part.to(dtype))
             logits = transformed_logits(config, product).float().cpu()
             own, start = rows[start : start + len(part)], start + len(part)
             if self._kept_sets is not None:
@@ -172,19 +138,14 @@ class DrawnRows:
                 logits[:, list(self._settings.banned)] = -torch.inf
                 wanted = self._settings.wanted
                 of_rows = zip(logits.numpy(), own, logps[start - len(part) : start], strict=True)
-                due += [
-                    (x, _logprob(wanted, values, row))
-                    for values, row, x in of_rows
-                    if _is_defined(wanted, row)
-                ]
+                defined = [one for one in of_rows if _is_defined(wanted, one[1])]
+                due += [(x, _logprob(wanted, values, row)) for values, row, x in defined]
         if self._settings is not None:
             self._settings.check_logps(*np.array(due).reshape(-1, 2).T, single=single)
         return found
 
     def _chosen(self) -> tuple[list[_Row], list[float], torch.Tensor]:
-        """The rows that are checked, their log-probs and hidden states: the same number from each pack, up to
-        rounding.
-        """
+        """The rows that are checked, their log-probs and hidden states: about the same number from each pack."""
         rows, hidden = self._rows, torch.cat(self._hidden)
         logps: list[float] = torch.cat(self._logps).tolist()
         most = max(_DRAWN if self._kept_sets is None else _DRAWN_SETS, len(self._hidden))
@@ -200,18 +161,13 @@ def _product(head: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
     """(n, V) result of an output head for a few rows."""
     if type(head) is not torch.nn.Linear or rows.device.type != "cpu":
         return head(rows)
-    # PyTorch's product for a CPU is twice as fast in this order, for 8 rows of 576 numbers and 49,152 tokens in
-    # float32.
+    # On a CPU this order is twice as fast, for 8 rows of 576 numbers and 49,152 tokens in float32.
     found = (head.weight @ rows.T).T
     return found if head.bias is None else found + head.bias
 
 
 def _kept_tokens(rows: Sequence[_Row], logits: torch.Tensor, proof: KeptSetProof) -> Iterator[KeptToken]:
-    """The tokens that have sets.
-
-    Args:
-        logits: (n, V) of the n rows.
-    """
+    """The tokens that have sets, of n rows with their (n, V) logits."""
     for row, own in zip(rows, logits, strict=True):
         if row.kept is None or row.end + len(row.sequence.prompt_ids) >= LONGEST:
             continue
@@ -229,10 +185,7 @@ def _kept_tokens(rows: Sequence[_Row], logits: torch.Tensor, proof: KeptSetProof
 
 
 def _is_defined(wanted: UserSettings, row: _Row) -> bool:
-    """Whether `_logprob` knows a token's distribution.
-
-    Without kept ids, only the trainer's own filters know what is banned.
-    """
+    """Whether `_logprob` knows a token's distribution. Without kept ids, only the trainer knows what is banned."""
     bans = wanted.bad_words or wanted.numbers["min_tokens"] or wanted.grammar is not None
     return row.kept is not None or not bans
 
@@ -266,10 +219,9 @@ class TokenEvidence:
         kept_rows: collects drawn tokens of a micro-batch; None: nothing is compared with their rows of logits.
         gap: between the engine and the policy that it held, over tokens that were sampled by these same weights.
         difference: the same over all tokens.
-        repeated: difference between the log-probs before the generation's first step and those of this step's
-            forward, over the tokens that have both.
-        draws: of the draws proof, over the tokens of the drawn rollouts.
-        kept_sets: of the proof of kept ids, at drawn tokens.
+        repeated: from the log-probs before the generation's first step to those of this step, where both exist.
+        draws: over the tokens of the drawn rollouts.
+        kept_sets: at drawn tokens.
     """
 
     kept_rows: DrawnRows | None = None
@@ -319,9 +271,7 @@ class TokenEvidence:
     def figures(self, tally: Tally, aside: int, limit: Tolerance) -> dict[str, float]:
         """The figures to log of an optimizer step: the gap with its parts, and the difference under TRL's names.
 
-        Args:
-            tally: of the step; it has how far the policy has moved since it sampled.
-            aside: number of tokens that were left aside.
+        `tally` has how far the policy has moved since it sampled; `aside` counts the tokens that were left aside.
         """
         gap, difference, kept = self.gap, self.difference, self.kept_sets
         older = (difference.sum_abs - gap.sum_abs) / max(difference.tokens, 1)
@@ -362,12 +312,7 @@ def gap_of(
 ) -> tuple[GapStats, GapStats]:
     """The parity gap, over tokens that these same weights sampled, and the difference over all tokens.
 
-    Args:
-        behaviour: (N,) the engine's log-probs.
-        policy: (N,) log-probs under the weights that the engine held in its last call.
-
-    Raises:
-        ProofError: a log-prob is not finite.
+    `policy` has (N,) log-probs under the weights that the engine held in its last call.
     """
     names, lengths = [s.name for s in sequences], [s.length for s in sequences]
     every = measure_gap(behaviour, policy, names, lengths)
@@ -393,6 +338,5 @@ def draws_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> Draw
     if len(drawn) < len(sequences):
         values = values[:, np.repeat([s.picked for s in sequences], [s.length for s in sequences])]
     fresh = None if sequences[0].fresh is None else flat(drawn, "fresh")
-    return measure_draws(
-        TokenDraws(*values), column(drawn, "behaviour_logps"), [s.length for s in drawn], fresh
-    )
+    lengths = [s.length for s in drawn]
+    return measure_draws(TokenDraws(*values), column(drawn, "behaviour_logps"), lengths, fresh)

@@ -46,13 +46,12 @@ _CAUSE = (
 )
 _FIX = (
     "remove hooks, patches and custom kernels from the model (use_liger_kernel: false); otherwise this is a "
-    "defect of Lockstep: "
-    "report it"
+    "defect of Lockstep: report it"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnSum:
     """A drawn sum of scores: Σ coefficients × scores, over the N sampled tokens of some completions.
 
     Attributes:
@@ -83,14 +82,12 @@ class Drawn:
         """The central difference along each direction. All sums are read from the device at once."""
 
         def moved(moves: Mapping[int, Move], sign: float) -> torch.Tensor:
-            return self.total(
-                {i: Move(sign * step * m.size, m.rows, m.columns) for i, m in moves.items()}, dtype
-            )
+            own = {i: Move(sign * step * m.size, m.rows, m.columns) for i, m in moves.items()}
+            return self.total(own, dtype)
 
         sums = on_host([moved(moves, sign) for moves in directions for sign in (1.0, -1.0)])
-        return [
-            (float(up) - float(down)) / (2 * step) for up, down in zip(sums[::2], sums[1::2], strict=True)
-        ]
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        return [(float(up) - float(down)) / (2 * step) for up, down in pairs]
 
 
 def _signs(tensor: torch.Tensor, size: float, seed: tuple[int, ...]) -> Move:
@@ -106,10 +103,7 @@ def _signs(tensor: torch.Tensor, size: float, seed: tuple[int, ...]) -> Move:
 
 
 def _sizes(named: Mapping[str, torch.nn.Parameter], norms: Mapping[str, float]) -> dict[str, float]:
-    """How far each tensor is moved, so that every tensor counts alike.
-
-    Without any gradient: by a part of its own size.
-    """
+    """How far each tensor is moved, so that all count alike; without any gradient: by a part of its own size."""
     least = _FLOOR * max(norms.values(), default=0.0)
     if not least or not math.isfinite(least):
         own = _norms(named)
@@ -120,8 +114,7 @@ def _sizes(named: Mapping[str, torch.nn.Parameter], norms: Mapping[str, float]) 
 class Directions:
     """Drawn directions: in each tensor an outer product of signs, as large as makes every tensor count alike.
 
-    Args:
-        named: the trained tensors. Their gradients are those of the drawn sum.
+    The gradients of the trained tensors are those of the drawn sum.
     """
 
     def __init__(self, named: Mapping[str, torch.nn.Parameter], seed: tuple[int, ...]) -> None:
@@ -142,13 +135,9 @@ class Directions:
         return [_read(_along(self.named, partial(self._move, number))) for number in range(_DIRECTIONS)]
 
     def distance(self) -> float:
-        """How far the gradients that the tensors hold now are from the first ones, along the directions, in sizes of
-        those.
-        """
-        held = self._along_now()
-        pairs = [
-            (now[name], a) for now, along in zip(held, self.along, strict=True) for name, a in along.items()
-        ]
+        """How far the gradients are now from the first ones, along the directions, in sizes of those."""
+        both = zip(self._along_now(), self.along, strict=True)
+        pairs = [(now[name], before) for now, along in both for name, before in along.items()]
         apart = math.sqrt(sum((now - before) ** 2 for now, before in pairs))
         size = math.sqrt(sum(before**2 for _, before in pairs))
         return _in_sizes(apart, size)
@@ -164,24 +153,21 @@ class Directions:
         """The mean size of the gradient along a direction."""
         return math.sqrt(sum((self.sizes[n] * self.norms[n]) ** 2 for n in names))
 
-    def compare(self, drawn: Drawn, names: Sequence[str], step: float) -> Comparison:
+    def compare(self, drawn_sum: DrawnSum, names: Sequence[str], step: float) -> Comparison:
         """The gradient along each direction, restricted to some tensors, and the slope."""
         found = [sum(along[n] for n in names) for along in self.along]
-        due = drawn.slopes([self.moves(k, names) for k in range(_DIRECTIONS)], step)
+        due = drawn_sum.slopes([self.moves(k, names) for k in range(_DIRECTIONS)], step)
         return Comparison(np.array(found), np.array(due), self.scale(names))
 
 
 class Added:
-    """What a part of a step adds to the gradients, along one drawn direction.
-
-    The direction goes up the gradient of every tensor.
+    """What a part of a step adds to the gradients, along one drawn direction up the gradient of every tensor.
 
     Random signs make an outer product in each tensor, as in `Directions`. The sign of the whole product is the one
     along which the part's gradient goes up. So the slope is a sum of positive parts: a gradient that is reversed,
     scaled or lost is in it for certain, and rounding, which has random signs, is small beside it.
 
-    Args:
-        named: the trained tensors, before the backward of the part. They may hold gradients of other parts.
+    It is made before the backward of the part. The tensors may hold gradients of other parts.
     """
 
     def __init__(self, named: Mapping[str, torch.nn.Parameter], seed: tuple[int, ...]) -> None:
@@ -209,9 +195,7 @@ class Added:
         return found
 
     def apart(self, other: Added) -> float:
-        """How far both gradients are apart, over the parts along the direction in each tensor, in sizes of the other
-        one.
-        """
+        """How far both gradients are apart, over the parts along each tensor's direction, in sizes of the other one."""
         own, others = (
             np.array([size * found._along[n] for n, size in other.sizes.items()]) for found in (self, other)
         )
@@ -238,40 +222,32 @@ class Added:
         return sum(self.sizes[n] * abs(self._along[n]) for n in names)
 
     def compare(
-        self, drawn: Drawn, names: Sequence[str], step: float, dtype: torch.dtype = torch.float64
+        self, drawn_sum: DrawnSum, names: Sequence[str], step: float, dtype: torch.dtype = torch.float64
     ) -> Comparison:
         """The slope that the gradient gives, and that of the plain forward."""
-        due = drawn.slopes([self._moves(names)], step, dtype)
+        due = drawn_sum.slopes([self._moves(names)], step, dtype)
         return Comparison(np.array([self.slope(names)]), np.array(due), 0.0)
 
     def step(self, change: float) -> float:
         """How far to go along the direction, so that a sum of scores whose size is about 1 changes by `change`."""
         return change / max(self.slope(list(self.named)), 1.0)
 
-    def distance(self, drawn: Drawn) -> float:
-        """How far both slopes are apart with a plain forward in float32, in sizes of the slope.
-
-        Infinite where it is not finite.
-        """
-        found = self.compare(drawn, list(self.named), self.step(_CHANGE_SINGLE), torch.float32).error
+    def distance(self, drawn_sum: DrawnSum) -> float:
+        """How far the slope is from a plain forward's in float32, in sizes of the slope; infinite if not finite."""
+        found = self.compare(drawn_sum, list(self.named), self.step(_CHANGE_SINGLE), torch.float32).error
         return found if math.isfinite(found) else math.inf
 
 
-def check_added(added: Added, drawn: Drawn, limit: float) -> float | None:
+def check_added(added: Added, drawn_sum: DrawnSum, limit: float) -> float | None:
     """Compare what a part of a step adds to the gradients with the slope of a plain forward in float64.
 
-    Args:
-        drawn: the part's sum of scores; its coefficients are the gradients that the loss gives to the part's scores.
-        limit: how far both may be apart, in sizes of the slope.
+    The coefficients of `drawn_sum` are the gradients that the loss gives to the part's scores.
 
     Returns:
-        How far they are apart; None if the plain forward is too coarse to tell.
-
-    Raises:
-        ProofError: they are further apart than the limit.
+        How far they are apart, in sizes of the slope; None if the plain forward is too coarse to tell.
     """
     step = added.step(_CHANGE)
-    settled = _settled(added, drawn, added.compare(drawn, list(added.named), step), step, limit)
+    settled = _settled(added, drawn_sum, added.compare(drawn_sum, list(added.named), step), step, limit)
     if settled is None:
         return None
     first, step = settled
@@ -279,36 +255,26 @@ def check_added(added: Added, drawn: Drawn, limit: float) -> float | None:
         return first.error
     raise ProofError(
         "model_gradient",
-        f"what {drawn.completions[0].key} adds to the gradients of this step gives a slope of "
-        f"{first.found[0]:.6g} along a drawn "
-        f"direction; a plain forward in float64 with moved weights gives {first.due[0]:.6g} "
-        f"({first.error:.2g} of its size, at "
-        f"most {limit:g}); seen from the output, the first wrong part is {_first_wrong(added, drawn, step, limit)}",
+        f"what {drawn_sum.completions[0].key} adds to the gradients of this step gives a slope of "
+        f"{first.found[0]:.6g} along a drawn direction; a plain forward in float64 with moved weights gives "
+        f"{first.due[0]:.6g} ({first.error:.2g} of its size, at most {limit:g}); seen from the output, the "
+        f"first wrong part is {_first_wrong(added, drawn_sum, step, limit)}",
         _CAUSE,
         _FIX,
     )
 
 
-def check_repeated(added: Added, again: Added, drawn: Drawn, limit: float) -> float:
-    """Compare what a part of a step has added to the gradients with the gradient of the same part, computed once more.
+def check_repeated(added: Added, again: Added, drawn_sum: DrawnSum, limit: float) -> float:
+    """Compare what a part has added to the gradients with the same gradient, computed `again` outside of the step.
 
-    Args:
-        again: the same coefficients, scores and precision, outside of the step.
-        limit: how far both may be apart, in sizes of the gradient.
-
-    Returns:
-        How far they are apart.
-
-    Raises:
-        ProofError: they are further apart than the limit.
+    Returns how far they are apart, in sizes of the gradient.
     """
     apart = added.apart(again)
     if not apart <= limit:
         raise ProofError(
             "model_gradient",
-            f"what {drawn.completions[0].key} adds to the gradients of this step is {apart:.2g} of its size "
-            f"away from the same "
-            f"gradient, computed once more (at most {limit:g})",
+            f"what {drawn_sum.completions[0].key} adds to the gradients of this step is {apart:.2g} of its size "
+            f"away from the same gradient, computed once more (at most {limit:g})",
             "something changes gradients during the steps alone: the accumulation, a scaler, or a hook that "
             "acts at times",
             _FIX,
@@ -319,7 +285,7 @@ def check_repeated(added: Added, again: Added, drawn: Drawn, limit: float) -> fl
 class _Comparable(Protocol):
     named: dict[str, torch.nn.Parameter]
 
-    def compare(self, drawn: Drawn, names: Sequence[str], step: float) -> Comparison: ...
+    def compare(self, drawn_sum: DrawnSum, names: Sequence[str], step: float) -> Comparison: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,19 +308,13 @@ class Comparison:
 
 
 def check_model_gradient(
-    drawn: Drawn, named: Mapping[str, torch.nn.Parameter], seed: tuple[int, ...], limit: float
+    drawn_sum: DrawnSum, named: Mapping[str, torch.nn.Parameter], seed: tuple[int, ...], limit: float
 ) -> float | None:
-    """Compare the gradients that the tensors hold with slopes.
-
-    Args:
-        named: the trained tensors; their gradients are those of the drawn sum.
-        limit: how far both may be apart, in sizes of the gradient.
+    """Compare the gradients of the drawn sum, which the tensors hold, with slopes.
 
     Returns:
-        How far they are apart; None if the plain forward is too coarse to tell, or if the gradient vanishes in float32.
-
-    Raises:
-        ProofError: they are further apart than the limit.
+        How far they are apart, in sizes of the gradient; None if the plain forward is too coarse to tell, or if the
+        gradient vanishes in float32.
     """
     directions, names = Directions(named, seed), list(named)
     if not directions.is_finite:
@@ -363,71 +323,57 @@ def check_model_gradient(
         )
     vanishes = directions.scale(names) < _VANISHES
     step = _CHANGE / max(directions.scale(names), 1.0)
-    first = directions.compare(drawn, names, step)
+    first = directions.compare(drawn_sum, names, step)
     if vanishes and np.abs(first.due).max() < _VISIBLE:
         return None
-    if (settled := _settled(directions, drawn, first, step, limit)) is None:
+    if (settled := _settled(directions, drawn_sum, first, step, limit)) is None:
         return None
     first, step = settled
     if first.error <= limit:
         return first.error
     at = int(np.abs(first.found - first.due).argmax())
-    where = _first_wrong(directions, drawn, step, limit)
+    where = _first_wrong(directions, drawn_sum, step, limit)
     raise ProofError(
         "model_gradient",
         f"along a drawn direction the backward gives a slope of {first.found[at]:.6g}; a plain forward in "
-        f"float64 with moved "
-        f"weights gives {first.due[at]:.6g} ({first.error:.2g} of the gradient's size, at most {limit:g}); "
-        f"seen from the output, "
-        f"the first wrong part is {where}",
+        f"float64 with moved weights gives {first.due[at]:.6g} ({first.error:.2g} of the gradient's size, "
+        f"at most {limit:g}); seen from the output, the first wrong part is {where}",
         _CAUSE,
         _FIX,
     )
 
 
 def check_computed_gradient(distances: Sequence[float], limit: float) -> None:
-    """Check that gradients in half precision are near those without autocast.
+    """Check that gradients in half precision are near those without autocast: one distance per drawn sum.
 
     In half precision, attention that is almost hard may round to another token. Then one drawn sum has another
-    gradient, without a fault. A fault of the backward is there in most sums. So the median over several drawn sums is
-    judged.
-
-    Args:
-        distances: one per drawn sum, in sizes of the gradient (`Directions.distance`).
-
-    Raises:
-        ProofError: their median is over the limit.
+    gradient, without a fault. A fault of the backward is there in most sums. So the median is judged.
     """
     median = float(np.median(distances))
     if not median <= limit:
         raise ProofError(
             "model_gradient",
             f"with autocast the gradient of a drawn sum of log-probs is {median:.2g} of its size away from "
-            f"the gradient without "
-            f"autocast (the median of {len(distances)}; at most {limit:g})",
+            f"the gradient without autocast (the median of {len(distances)}; at most {limit:g})",
             "the backward in half precision loses gradients: a cached copy of weights, an overflow, or a kernel",
             "train with bf16: false, and report it with the model's name",
         )
 
 
 def _settled(
-    directions: _Comparable, drawn: Drawn, first: Comparison, step: float, limit: float
+    directions: _Comparable, drawn_sum: DrawnSum, first: Comparison, step: float, limit: float
 ) -> tuple[Comparison, float] | None:
-    """The comparison at the first step that is within the limit or on whose size the slope does not depend, and that
-    step.
+    """The first comparison within the limit, or on whose step the slope does not depend, and that step. None: no such.
 
     Where a policy is nearly certain, its gradient is small beside the curvature: a step that changes the sum by a
-    visible amount then changes the weights by much. None: the slope depends on every step. A router has chosen other
+    visible amount then changes the weights by much. If the slope depends on every step, a router has chosen other
     experts, or a kernel computes in few digits. A gradient that is not finite is wrong at any step.
-
-    Args:
-        first: the comparison at `step`.
     """
     names, before = list(directions.named), math.inf
     for _ in range(_SMALLER_TIMES):
         if first.error <= limit or not np.isfinite(first.found).all():
             return first, step
-        again = directions.compare(drawn, names, step / _SMALLER)
+        again = directions.compare(drawn_sum, names, step / _SMALLER)
         apart = float(np.abs(again.due - first.due).max())
         if apart <= 0.25 * first.apart:
             return first, step
@@ -438,18 +384,18 @@ def _settled(
     return (first, step) if first.error <= limit else None
 
 
-def _first_wrong(directions: _Comparable, drawn: Drawn, step: float, limit: float) -> str:
+def _first_wrong(directions: _Comparable, drawn_sum: DrawnSum, step: float, limit: float) -> str:
     """The part of the model that is nearest to the output and has a wrong gradient."""
-    parts: dict[str, list[str]] = {}
+    tensors: dict[str, list[str]] = {}
     for name in reversed(directions.named):
         layer = re.match(r".*?\.\d+\.", name)
-        parts.setdefault(layer.group() if layer else name, []).append(name)
-    titles = list(parts)
+        tensors.setdefault(layer.group() if layer else name, []).append(name)
+    titles = list(tensors)
     low, high = 0, len(titles) - 1
     while low < high:
         middle = (low + high) // 2
-        names = [name for title in titles[: middle + 1] for name in parts[title]]
-        if directions.compare(drawn, names, step).error > limit:
+        names = [name for title in titles[: middle + 1] for name in tensors[title]]
+        if directions.compare(drawn_sum, names, step).error > limit:
             high = middle
         else:
             low = middle + 1
@@ -468,9 +414,8 @@ def _norms(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
 def _read(values: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
     """Numbers of a device, by name, with one copy. None is 0."""
     held = [name for name, value in values.items() if value is not None]
-    found = dict(
-        zip(held, map(float, on_host([value for value in values.values() if value is not None])), strict=True)
-    )
+    numbers = on_host([value for value in values.values() if value is not None])
+    found = dict(zip(held, map(float, numbers), strict=True))
     return {name: found.get(name, 0.0) for name in values}
 
 
@@ -481,17 +426,14 @@ def _in_sizes(apart: float, size: float) -> float:
 
 def _norm(tensor: torch.Tensor) -> torch.Tensor:
     """() on the tensor's device."""
-    return torch.linalg.vector_norm(
-        tensor.detach(), dtype=torch.float32 if tensor.dtype != torch.float64 else None
-    )
+    dtype = None if tensor.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(tensor.detach(), dtype=dtype)
 
 
 def _along(
     named: Mapping[str, torch.nn.Parameter], move_of: Callable[[str], Move]
 ) -> dict[str, torch.Tensor | None]:
-    """() float64 on the device for each tensor: the inner product of its gradient with a direction; None without a
-    gradient.
-    """
+    """() float64 on the device for each tensor: its gradient's inner product with a direction; None: no gradient."""
     held = _gradients(named)
     return {n: None if g is None or not g.numel() else _product(g, move_of(n)) for n, g in held.items()}
 

@@ -1,7 +1,5 @@
 """Proofs of the forward: what the loss is computed from, and that nothing new stands in its way.
 
-Proof of the forward that the loss is computed from, at every step of a generation.
-
 At a generation's first step the policy is the one that scored the tokens before. At later steps it has moved. The plain
 forward is under the run's sampling distribution, without packing and shared prefixes.
 
@@ -11,8 +9,6 @@ generations with stale tokens, those of one drawn completion per rank are those 
 that step.
 Does not show: at later steps, a fault in completions that are not drawn.
 When: every step that the gap does not cover completely.
-
-Proof that nothing new stands in the way of the model's forward and backward: hooks, forwards and attention functions.
 
 Proof `hooks`.
 Shows: no hook of a module, a parameter or all modules, no forward, no attention function and no backward of the
@@ -52,8 +48,7 @@ if TYPE_CHECKING:
 
 _CAUSE = (
     "the forward of the loss computes something else than the forward that scored the tokens: another "
-    "temperature, prompt, mask "
-    "or order of positions, or weights that changed in between"
+    "temperature, prompt, mask or order of positions, or weights that changed in between"
 )
 _FIX = (
     "let nothing change the model or the run's sampling settings during training; otherwise report it "
@@ -62,15 +57,7 @@ _FIX = (
 
 
 def check_repeated(difference: GapStats, limit: Tolerance, version: int) -> None:
-    """Compare the log-probs of a generation's first step with those of the scoring pass, for the same policy.
-
-    Args:
-        difference: over all tokens of the step that were scored before it.
-        limit: for two forwards in the trainer's precision.
-
-    Raises:
-        ProofError: they differ by more than rounding.
-    """
+    """Compare the log-probs of a generation's first step with those of the scoring pass, for the same policy."""
     if over := over_limits(difference, limit):
         raise ProofError(
             "forward",
@@ -89,14 +76,7 @@ def check_plain(
     distribution: Distribution,
     precision: Precision,
 ) -> None:
-    """Score one completion with a plain forward of the current weights, and compare.
-
-    Args:
-        logps: (S,) log-probs of its sampled tokens in the forward of the loss.
-
-    Raises:
-        ProofError: they differ by more than rounding.
-    """
+    """Compare (S,) log-probs of a completion's sampled tokens, from the forward of the loss, with a plain forward's."""
     limit = own_limit(precision, model)
     gap = (sampled_logps(model, completion, distribution, precision).cpu() - logps.detach().cpu()).abs()
     mean, largest = float(gap.mean()), float(gap.max())
@@ -125,11 +105,7 @@ class PlainForward:
         return str(self.completion.key) in [s.name for s in batch.sequences]
 
     def check(self, model: PreTrainedModel, batch: TokenBatch) -> None:
-        """Compare, if the pack has the completion.
-
-        Raises:
-            ProofError: the pack's log-probs are others.
-        """
+        """Compare, if the pack has the completion."""
         start = 0
         for s in batch.sequences:
             if s.name == str(self.completion.key):
@@ -145,12 +121,7 @@ def drawn_forward(
     precision: Precision,
     seed: tuple[int, ...],
 ) -> PlainForward | None:
-    """Draw the completion of a step; None if the step learns from none.
-
-    Args:
-        completions: those of the generation, as the engine answered them.
-        names: the completions that the step learns from.
-    """
+    """Draw one of the named completions, which a step learns from; None if it learns from none."""
     if not names or policy.rules is None:
         return None
     name = names[int(np.random.default_rng(seed).integers(len(names)))]
@@ -184,12 +155,7 @@ _FAULTS = "lockstep.extras.selftest"
 
 
 def standing(trained: Sequence[torch.nn.Module], backward: Callable[..., Any]) -> Standing:
-    """What stands in the way of a forward and a backward now.
-
-    Args:
-        trained: the modules that the optimizer changes.
-        backward: the function by which the trainer runs a backward.
-    """
+    """What stands in the way of a forward of the trained modules, and of a backward by this function, now."""
     found: Standing = {
         "backward of the trainer": (_function(backward),),
         "torch.Tensor.backward": (torch.Tensor.backward,),
@@ -200,15 +166,13 @@ def standing(trained: Sequence[torch.nn.Module], backward: Callable[..., Any]) -
         found[f"attention function {name!r}"] = (function,)
     for root in trained:
         for name, module in root.named_modules():
-            own = vars(module)
-            found[f"forward of {name or type(module).__name__}"] = (
-                _function(own.get("forward", type(module).forward)),
-            )
+            own, whose = vars(module), name or type(module).__name__
+            found[f"forward of {whose}"] = (_function(own.get("forward", type(module).forward)),)
             for hooks, title in _OF_MODULES.items():
                 if own[hooks]:
-                    found[f"{title} of {name or type(module).__name__}"] = tuple(own[hooks].values())
+                    found[f"{title} of {whose}"] = tuple(own[hooks].values())
             if isinstance(module, PreTrainedModel):
-                found[f"attention of {name or type(module).__name__}"] = (module.config._attn_implementation,)
+                found[f"attention of {whose}"] = (module.config._attn_implementation,)
         for name, parameter in root.named_parameters():
             for hooks, title in _OF_TENSORS.items():
                 if held := getattr(parameter, hooks):
@@ -217,11 +181,7 @@ def standing(trained: Sequence[torch.nn.Module], backward: Callable[..., Any]) -
 
 
 class HeldHooks:
-    """What stood in the way when training began, and what callbacks have changed since.
-
-    Args:
-        now: gives what stands there (`standing`).
-    """
+    """What stood in the way when training began, and what callbacks have changed since."""
 
     def __init__(self, now: Callable[[], Standing]) -> None:
         self._now = now
@@ -240,9 +200,7 @@ class HeldHooks:
         ]
 
     def news(self) -> list[str]:
-        """What was taken since the last call: hooks of the user's that stood there at the beginning, and changes of
-        callbacks.
-        """
+        """What was taken since the last call: the user's hooks from the beginning, and changes of callbacks."""
         found, self._taken = self._taken, []
         return found
 
@@ -264,11 +222,7 @@ class HeldHooks:
                 self._taken += [f"{place}: {name_of(one)}" for one in added if not _is_of_a_library(one)]
 
     def check(self) -> None:
-        """Compare.
-
-        Raises:
-            ProofError: something stands there that did not when training began, and that no callback has put there.
-        """
+        """Check that everything stood there when training began, or was put there by a callback."""
         if self._noted is None:
             self.note()
         for place, held in self._now().items():
@@ -284,8 +238,7 @@ class HeldHooks:
                         f"{place} is {name_of(one)}{was}; it was not there when training began",
                         "code outside of Lockstep changed what gradients pass through, and not in a callback",
                         "register hooks before train() or in a TrainerCallback, where they are noted and "
-                        "taken; do not replace "
-                        "forwards and attention functions while a run goes on",
+                        "taken; do not replace forwards and attention functions while a run goes on",
                     )
 
 
@@ -295,10 +248,8 @@ def name_of(one: Any) -> str:
         return repr(one)
     function = _function(one)
     code = getattr(function, "__code__", None)
-    name = getattr(code, "co_qualname", None) or getattr(
-        function, "__qualname__", type(function).__qualname__
-    )
-    return f"{_module_of(function)}.{name}"
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{_module_of(function)}.{getattr(code, 'co_qualname', None) or name}"
 
 
 def _function(one: Any) -> Any:
@@ -309,24 +260,19 @@ def _function(one: Any) -> Any:
 
 
 def _module_of(function: Any) -> str:
-    """The module whose code runs.
-
-    `functools.wraps` gives a function the name of another one's module, and not its globals.
-    """
+    """The module whose code runs. `functools.wraps` gives a function another one's `__module__`, not its globals."""
     if (own := getattr(function, "__globals__", None)) is not None:
         return str(own.get("__name__", ""))
-    return getattr(function, "__module__", None) or (
-        "torch" if "torch" in repr(function) else type(function).__module__
-    )
+    other = "torch" if "torch" in repr(function) else type(function).__module__
+    return getattr(function, "__module__", None) or other
 
 
 def _is_of_a_library(one: Any) -> bool:
     if isinstance(one, str):
         return False
     where = _module_of(_function(one))
-    return any(where == own or where.startswith(f"{own}.") for own in _LIBRARIES) and not where.startswith(
-        _FAULTS
-    )
+    is_in = any(where == own or where.startswith(f"{own}.") for own in _LIBRARIES)
+    return is_in and not where.startswith(_FAULTS)
 
 
 def _among(one: Any, others: Sequence[Any]) -> bool:

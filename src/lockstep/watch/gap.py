@@ -1,7 +1,6 @@
 """The parity gap: the difference between the engine's and the trainer's log-prob of the same token at the same weights.
 
-It is computed from completions (behaviour log-probs) and from the policy's forward in `learn/`. The optimizer step is
-taken only if the gap is within its limits. The gap goes into the receipt.
+The optimizer step is taken only if the gap is within its limits. The gap goes into the receipt.
 
 Proof `gap`.
 Shows: the policy gives every token that it learns from, and every token of the drawn rollouts, the log-prob that the
@@ -35,15 +34,12 @@ Logps = torch.Tensor | NDArray[np.floating]
 
 @dataclass(frozen=True, slots=True)
 class GapStats:
-    """Sums over tokens. The sums of a step's parts can be added.
+    """Sums over tokens, in nats, with g = behaviour log-prob − policy log-prob. The sums of parts can be added.
 
     Attributes:
-        tokens: number of tokens compared.
-        sum_abs: sum of |g|, in nats, with g = behaviour log-prob − policy log-prob.
-        max_abs: largest |g|.
         sum_k3: sum of exp(−g) − 1 + g.
         worst: name of the request with the largest |g|.
-        sum_cubes, sum_fourths: sums of |g|³ and g⁴: how fast the tail of the distribution falls (`watch/gap.py`).
+        sum_cubes, sum_fourths: sums of |g|³ and g⁴: how fast the tail of the distribution falls (`GapTail`).
     """
 
     tokens: int = 0
@@ -79,9 +75,7 @@ def measure_gap(behaviour: Logps, policy: Logps, names: Sequence[str], lengths: 
     """Gap statistics of the N tokens of several requests, one request after the other.
 
     Args:
-        behaviour: (N,) the engine's log-probs.
-        policy: (N,) the trainer's log-probs of the same tokens.
-        names: names of the requests, used to name the worst token's request.
+        behaviour, policy: (N,) log-probs of the engine and the trainer.
         lengths: number of tokens of each request; they add up to N.
 
     Raises:
@@ -134,11 +128,7 @@ def _owner(token: int, names: Sequence[str], lengths: Sequence[int]) -> str:
 
 
 def check_count(stats: GapStats, expected_tokens: int, version: int) -> None:
-    """Check that every sampled token was compared.
-
-    Raises:
-        ProofError: the number of compared tokens differs from the number of sampled tokens.
-    """
+    """Check that every sampled token was compared."""
     if stats.tokens != expected_tokens:
         raise ProofError(
             "gap",
@@ -159,8 +149,7 @@ class GapBounds(NamedTuple):
 def bounds(stats: GapStats, limit: Tolerance) -> GapBounds:
     """The limits on the figures of this gap.
 
-    One token may have the largest allowed gap. Therefore each limit on a mean grows by the worst token's part of the
-    mean.
+    One token may have the largest allowed gap. So each limit on a mean grows by the worst token's part of the mean.
     """
     largest, tokens = limit.largest(stats.tokens), max(stats.tokens, 1)
     worst = min(stats.max_abs, largest)
@@ -207,18 +196,11 @@ class JudgedGap(NamedTuple):
 
 
 class PooledGap:
-    """Pools the gaps of steps with few tokens.
+    """Pools the gaps of steps with few tokens; `waiting` has the sums over tokens whose means are not checked yet.
 
-    The largest gap is checked at once; the means are checked after enough tokens.
-
-    In half precision the few tokens that a step learns from may be uncertain ones. The same token after the same text
-    may be in several completions. Then all of them have one and the same rounding.
-
-    Args:
-        waiting: the pool that an earlier process of the run has left.
-
-    Attributes:
-        waiting: sums over the tokens whose means are not checked yet.
+    The largest gap is checked at once; the means are checked after enough tokens. In half precision the few tokens that
+    a step learns from may be uncertain ones, and if the same token after the same text is in several completions, all
+    of them have one and the same rounding.
     """
 
     # From this number of tokens on, the mean and k3 of bf16 rounding are as steady as those of a whole step.
@@ -228,12 +210,7 @@ class PooledGap:
         self.waiting = waiting
 
     def add(self, stats: GapStats, limit: Tolerance) -> GapStats:
-        """Add a step's gap to the pool.
-
-        Returns:
-            The gap to check against `limit`. It is empty if the pool has too few tokens and no single token is over
-            its limit.
-        """
+        """Add a step's gap. The gap to check is empty if few tokens have come together and none is over its limit."""
         pooled = self.waiting + stats
         if pooled.tokens >= self.enough or not stats.max_abs <= limit.largest(stats.tokens):
             self.waiting = GapStats()
@@ -267,24 +244,22 @@ class GapTail:
     (4 E|g|³). High moments depend mainly on the tail. Tokens without a gap (the model is certain of them) do not
     change the quotient. The limit stays above a multiple of the largest gap so far (`Tolerance.largest`).
 
-    Args:
-        limit: the limit of the dtypes. It may be set anew before a step: with an engine in 8 bits it depends on the
-            tokens.
+    `outer` is the limit of the dtypes. With an engine in 8 bits it depends on the tokens, and is set before each step.
     """
 
     def __init__(self, limit: Tolerance) -> None:
         self.outer = limit
-        self._passed = GapStats()
+        self._before = GapStats()
 
     @property
     def limit(self) -> Tolerance:
         """The limit on the next step."""
         prior = self.outer.tail
-        fourths = self._passed.sum_fourths + 24 * _PRIOR_TOKENS * prior**4
-        cubes = self._passed.sum_cubes + 6 * _PRIOR_TOKENS * prior**3
+        fourths = self._before.sum_fourths + 24 * _PRIOR_TOKENS * prior**4
+        cubes = self._before.sum_cubes + 6 * _PRIOR_TOKENS * prior**3
         tail = min(prior, fourths / (4 * cubes))
-        return replace(self.outer, tail=tail, widest=prior, seen=self._passed.max_abs)
+        return replace(self.outer, tail=tail, widest=prior, seen=self._before.max_abs)
 
-    def passed(self, stats: GapStats) -> None:
+    def add(self, stats: GapStats) -> None:
         """Add the gap of a step that is within its limits to the estimate."""
-        self._passed = self._passed + stats
+        self._before = self._before + stats

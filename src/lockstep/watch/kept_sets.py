@@ -1,7 +1,5 @@
 """The ids that an engine's filters kept, compared with the trainer's own filters within rounding.
 
-Compares the ids that an engine's filters kept with the trainer's own filters, at drawn tokens.
-
 The trainer scores sampled tokens among the engine's kept ids. Therefore the parity gap does not see a filter that the
 engine applies wrongly or not at all, and this proof does. The whole logits come from the hidden states of the forward
 that proves the tokens, and `FilterBounds` says what the filters keep.
@@ -17,13 +15,9 @@ trainer's own filters keep, up to rounding.
 Does not show: a wrong set of a token that is not drawn (the gap shows it if the log-prob differs).
 When: every request; every generation, 64 tokens per micro-batch.
 
-Which ids min-p, top-k and top-p keep, within the rounding of the logits: ids that are surely kept, and ids that may
-be kept.
-
-Engine and trainer compute logits that differ by rounding. Therefore an id at the edge of a set may be in one set and
-not in the other. An engine's set is compared with these bounds. The order of the filters is that of
-`contract/distribution.py`. Every filter keeps the likeliest ids. Therefore two edges describe what it does for any
-rounding.
+Logits differ by rounding, so an id at the edge of a set may be in one side's set alone. Every filter keeps the
+likeliest ids. Therefore two edges say for any rounding what it keeps: ids that are surely kept, and ids that may be
+kept. The order of the filters is that of `contract/distribution.py`.
 """
 
 from __future__ import annotations
@@ -54,12 +48,9 @@ _HALVINGS = 10
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Two edges, in nats, after one filter. They say which ids it and the filters before it keep.
+    """Two edges, in nats: which ids this filter and those before it keep.
 
-    Attributes:
-        name: the last filter.
-        sure: every id whose logit is at least this is kept, for any rounding.
-        possible: an id whose logit is below this is never kept.
+    For any rounding, an id whose logit is at least `sure` is kept, and one below `possible` never.
     """
 
     name: str
@@ -72,7 +63,6 @@ class FilterBounds:
 
     Args:
         logits: (V,) logits after all steps that depend on ids, divided by the temperature; −inf for banned ids.
-        sampling: the filters.
         searched: whether the engine searches the edge of top-p instead of sorting. Ids very near to it may then be on
             either side.
     """
@@ -86,10 +76,9 @@ class FilterBounds:
         self._totals = np.concatenate([[0.0], np.exp(self._rising[::-1] - self._likeliest).cumsum()])
 
     def after(self, rounding: float) -> list[Bounds]:
-        """The bounds after each filter that is in force. The first ones are those of the ids that nothing has banned.
+        """The bounds after each filter in force; the first are those of the ids that nothing has banned.
 
-        Args:
-            rounding: largest difference between the engine's and the trainer's logit of an id, in nats.
+        `rounding` is the largest difference between the engine's and the trainer's logit of an id, in nats.
         """
         sampling, lowest = self._sampling, float(self._rising[0])
         found = [Bounds("grammar, allowed_token_ids, bad_words or min_tokens", lowest, lowest)]
@@ -105,12 +94,11 @@ class FilterBounds:
         return found
 
     def rounding_for(self, lowest_kept: float, highest_missing: float, largest: float) -> float:
-        """The smallest rounding, in nats, with which the filters may keep a set. It is at most `largest`.
+        """The smallest rounding, in nats, that explains a set; at most `largest`, with which the filters may keep it.
 
         Args:
             lowest_kept: smallest logit of an id in the set.
             highest_missing: largest logit of an id that is not in the set; −inf if there is none.
-            largest: a rounding with which they may keep it.
         """
         low, high = 0.0, largest
         for _ in range(_HALVINGS):
@@ -127,10 +115,7 @@ class FilterBounds:
         return _narrowed(before, "top_k", highest + apart, lowest - apart)
 
     def _after_top_p(self, before: Bounds, top_p: float, apart: float) -> Bounds:
-        """Top-p keeps an id if the ids that are likelier have less than `top_p` of the probability.
-
-        It always keeps one id.
-        """
+        """Top-p keeps an id if those that are likelier have less than `top_p` of the probability, and always one id."""
         sure, possible = self._count(before.sure), self._count(before.possible)
         # An id may be kept as long as the ids that are surely likelier have too little of the probability. Their odds
         # against the others change at most by a factor of exp(apart).
@@ -155,8 +140,7 @@ class FilterBounds:
     def _moved(self, edge: float, sign: float, total: float) -> float:
         """The edge that a search may find instead, above it (1) or below it (−1). The likeliest id is kept in any case.
 
-        Args:
-            total: the probability of all ids, as a multiple of that of the likeliest id.
+        `total` is the probability of all ids, as a multiple of that of the likeliest id.
         """
         if math.isinf(edge):
             return edge
@@ -190,7 +174,6 @@ class KeptToken:
         prompt_ids: ids before the completion.
         output_ids: ids of the completion before the token.
         masks: (C, ⌈V / 32⌉) the grammar's masks of the completion, at least up to the token; None without a grammar.
-        kept: the ids that the engine kept.
         is_current: whether the trainer's weights are those that sampled the token. Only then is the set compared.
     """
 
@@ -213,8 +196,8 @@ class KeptSetStats:
         differences: by how many ids the sets of the two sides differ in size, and at least one per set that differs.
         rounding: sum over the tokens of the smallest rounding of the logits that explains the set, in nats.
         nearest: largest rounding of a token, divided by its limit.
-        measured: number of tokens, compared or not, of which `mass` is a sum.
-        mass: sum over them of the probability that the trainer gives to the kept ids before top-k, top-p and min-p.
+        measured, mass: of how many tokens, and the sum of the probability that the trainer gives to the ids that the
+            engine kept, before top-k, top-p and min-p.
     """
 
     tokens: int = 0
@@ -247,17 +230,12 @@ class KeptSetStats:
         )
 
     def check_mean(self, sampling: Sampling, limit: Tolerance) -> None:
-        """Check the mean rounding of a generation's drawn tokens.
-
-        Raises:
-            ProofError: the sets need more rounding on average than the gap allows. The error names the filters.
-        """
+        """Check that the drawn tokens' sets need no more rounding on average than the gap allows."""
         largest = mean_limit(self.tokens, sampling, limit)
         if self.mean_rounding > largest:
             raise _wrong(
                 f"at {self.tokens} drawn tokens the kept ids are explained only if logits differ by "
-                f"{self.mean_rounding:.3g} nats "
-                f"on average; the limit is {largest:.3g}",
+                f"{self.mean_rounding:.3g} nats on average; the limit is {largest:.3g}",
                 " or ".join(sampling.filters),
             )
 
@@ -269,36 +247,22 @@ def mean_limit(tokens: int, sampling: Sampling, limit: Tolerance) -> float:
 
 @dataclass(frozen=True, slots=True)
 class KeptSetProof:
-    """The proof of a run.
-
-    Attributes:
-        distribution: the distribution that every request asks for.
-        limit: limits on the gap. They bound the rounding of logits.
-        searched: whether the engine searches the edge of top-p instead of sorting (`FilterBounds`).
-    """
+    """The proof of a run. The limits on the gap bound the rounding of logits; `searched` is as in `FilterBounds`."""
 
     distribution: Distribution
     limit: Tolerance
     searched: bool = False
 
     def check(self, tokens: Iterable[KeptToken]) -> KeptSetStats:
-        """Compare the set of each token.
-
-        Raises:
-            ProofError: an id is in an engine's set, or missing in it, against the filters and by more than rounding.
-                The error names the filters.
-        """
+        """Check that each set has the ids of the filters, up to rounding. The error names the filters."""
         return sum((self._check_token(token) for token in tokens), KeptSetStats())
 
     def _check_token(self, token: KeptToken) -> KeptSetStats:
         sampling = self.distribution.sampling
         shaped = self.distribution.shaped(token.logits, token.prompt_ids, token.output_ids, token.masks)
         logits = shaped[0].numpy()
-        mass = float(
-            (
-                shaped[0, torch.from_numpy(token.kept.astype(np.int64))].logsumexp(0) - shaped[0].logsumexp(0)
-            ).exp()
-        )
+        kept = shaped[0, torch.from_numpy(token.kept.astype(np.int64))]
+        mass = float((kept.logsumexp(0) - shaped[0].logsumexp(0)).exp())
         if not token.is_current:
             return KeptSetStats(measured=1, mass=mass)
         bounds = FilterBounds(logits, sampling, searched=self.searched)

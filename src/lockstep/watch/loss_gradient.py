@@ -58,19 +58,15 @@ class Tokens:
 def by_logps(method: str, completions: Sequence[Tokens], settings: Any, beta: float) -> list[Derivative]:
     """(N,) derivatives of the loss of each completion by its log-probs.
 
-    Args:
-        method: as in `AdvantageProof`.
-        beta: weight of the KL in the loss, or of the reference model in a preference; 0: none.
+    `beta` weighs the KL in the loss, or the reference model in a preference; 0: none.
     """
     if method == "online_dpo":
         return _pairs(completions, settings, beta)
     of_one = {"grpo": _grpo, "rloo": _rloo, "reinforce++": _tokens, "ppo": _tokens}[method]
     if _of_tokens(method, settings):
         slope, lengths = of_one(_joined(completions), settings, beta), [len(c.logps) for c in completions]
-        return [
-            Derivative(*both)
-            for both in zip(cut(slope.values, lengths), cut(slope.near, lengths), strict=True)
-        ]
+        columns = cut(slope.values, lengths), cut(slope.near, lengths)
+        return [Derivative(*both) for both in zip(*columns, strict=True)]
     return [of_one(c, settings, beta) for c in completions]
 
 
@@ -108,21 +104,12 @@ def by_values(completions: Sequence[Tokens], settings: Any) -> list[Derivative]:
 def check(
     what: str, names: Sequence[str], due: Sequence[Derivative], found: Sequence[Array], packs: Sequence[int]
 ) -> int:
-    """Compare derivatives.
+    """Compare derivatives, one array per completion, and count the tokens that were compared.
 
-    Args:
-        names, due, found: one of each per completion.
-        packs: number of tokens of each pack. Rounding is judged by the largest derivative of a pack.
-
-    Returns:
-        The number of tokens that were compared.
-
-    Raises:
-        ProofError: one differs by more than rounding.
+    Rounding is judged by the largest derivative of a pack; `packs` has the number of tokens of each.
     """
-    values, near, own = (
-        np.concatenate(parts) for parts in ([d.values for d in due], [d.near for d in due], list(found))
-    )
+    columns = [d.values for d in due], [d.near for d in due], list(found)
+    values, near, own = map(np.concatenate, columns)
     off, sizes = np.abs(own - values), np.abs(values)
     scales = np.repeat([part.max(initial=0.0) for part in cut(sizes, packs)], packs)
     wrong = ~(off <= 2e-4 * sizes + 2e-5 * scales + 1e-12) & ~near
@@ -130,12 +117,12 @@ def check(
         at = int(np.where(wrong, np.nan_to_num(off, nan=np.inf), -1.0).argmax())
         ends = np.cumsum([len(part) for part in found])
         which = int(np.searchsorted(ends, at, side="right"))
-        part = slice(int(ends[which]) - len(found[which]), int(ends[which]))
+        own_tokens = slice(int(ends[which]) - len(found[which]), int(ends[which]))
         raise ProofError(
             "loss_gradient",
-            f"the gradient of the {what} of token {at - part.start} of {names[which]} is {own[at]:.6g}; the "
+            f"the gradient of the {what} of token {at - own_tokens.start} of {names[which]} is {own[at]:.6g}; the "
             f"method's formula gives "
-            f"{values[at]:.6g} ({int(wrong[part].sum())} of {len(found[which])} tokens differ)",
+            f"{values[at]:.6g} ({int(wrong[own_tokens].sum())} of {len(found[which])} tokens differ)",
             "the loss was scaled, divided twice, masked or clipped in another way than the method's formula says",
             "let nothing change the loss or its backward; for a loss of your own, set objective_class to a "
             "class of your own",
@@ -157,10 +144,8 @@ def _correction(c: Tokens, settings: Any) -> Derivative:
 def _tokens(c: Tokens, settings: Any, beta: float) -> Derivative:
     """PPO and REINFORCE++: a clipped ratio per token; with `beta`, k2 of the KL."""
     ratios = np.exp(c.logps - c.old_logps)
-    slope, correction = (
-        define.clipped(ratios, c.advantages, settings.epsilon, settings.clip_high),
-        _correction(c, settings),
-    )
+    slope = define.clipped(ratios, c.advantages, settings.epsilon, settings.clip_high)
+    correction = _correction(c, settings)
     total = slope.values * ratios * correction.values
     if beta:
         assert c.ref_logps is not None
@@ -196,10 +181,8 @@ def _grpo(c: Tokens, settings: Any, beta: float) -> Derivative:
     elif settings.loss_type == "cispo":
         by_logp = -np.minimum(ratios, settings.clip_high) * c.advantages * factor
     elif settings.loss_type == "sapo":
-        slopes = define.sapo(
-            ratios, c.advantages, settings.sapo_temperature_pos, settings.sapo_temperature_neg
-        )
-        by_ratio = slopes * factor
+        temperatures = settings.sapo_temperature_pos, settings.sapo_temperature_neg
+        by_ratio = define.sapo(ratios, c.advantages, *temperatures) * factor
     else:
         up = c.advantages.mean() >= 0
         phi = define.vespo_weight(
@@ -264,11 +247,7 @@ class LossGradient:
         self._watched.append((batch, found))
 
     def check(self) -> None:
-        """Compare, after the backward of every pack.
-
-        Raises:
-            ProofError: a gradient is not what the method's formula gives.
-        """
+        """Compare, after the backward of every pack."""
         if self._method is None or not self._watched:
             return
         beta, config = self._beta(), self._objective.config

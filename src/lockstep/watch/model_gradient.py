@@ -1,5 +1,4 @@
-"""Lets the trainer's own forward and backward compute gradients that `watch/finite_differences.py` compares with a
-plain forward.
+"""The trainer's own gradients, which `watch/finite_differences.py` compares with a plain forward.
 
 A drawn sum of scores goes through the model before a step's first forward. A drawn part of a step itself is compared in
 float32, and where it is over a part of its limit, other comparisons decide. Neither weights nor random numbers nor
@@ -22,7 +21,6 @@ tenth step, so at the latest after 10 steps.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +49,7 @@ from lockstep.tokens.arrays import filled, places_of, whole_numbers
 from lockstep.watch.finite_differences import (
     Added,
     Directions,
-    Drawn,
+    DrawnSum,
     check_added,
     check_computed_gradient,
     check_model_gradient,
@@ -111,11 +109,7 @@ class ModelGradient:
         self._is_first, self.part, self._unproven = True, None, ""
 
     def is_due(self, step: int) -> bool:
-        """Whether a part of a step is checked. All ranks give the same answer.
-
-        Args:
-            step: number of steps before this one.
-        """
+        """Whether a part of the step after `step` steps is checked. All ranks give the same answer."""
         return (step + self._config.seed) % EVERY == 0
 
     def begin(
@@ -125,17 +119,13 @@ class ModelGradient:
         learned: Sequence[Sequence[TrainingSequence]],
         step: int,
     ) -> Checked:
-        """Before the first forward of a step: check the first step, and draw the part of a step whose gradient is
-        checked.
+        """Before a step's first forward: check the first step, and draw the part of a step that is checked.
 
         Args:
             sequences: those of the step, over all ranks.
             learned: those with a gradient, in the micro-batches of this rank; empty if scores are not all that has a
                 gradient.
             step: number of steps before this one.
-
-        Raises:
-            ProofError: the backward gives another gradient than finite differences of a plain forward.
         """
         self.part = None
         due = self.is_due(step)
@@ -158,20 +148,15 @@ class ModelGradient:
         return self._sum_checked(policy, sequences, named, step)
 
     def finish(self, policy: Policy, sequences: Sequence[TrainingSequence], step: int) -> Checked:
-        """After the last backward of a step, before its gradients are clipped: check what the drawn part has added to
-        them.
-
-        Raises:
-            ProofError: the part's gradient is not the slope of a plain forward, or, where that is in doubt, as `begin`.
-        """
+        """After a step's last backward, before gradients are clipped: check what the drawn part has added to them."""
         part, self.part = self.part, None
         if part is None:
             return Checked({})
         named, found = self._named(), part.gradient(policy.model, policy.critic)
         limit, is_coarse = self._limit(policy)
         if found is not None:
-            added, drawn = found
-            distance = self._computed(lambda: added.distance(drawn))
+            added, drawn_sum = found
+            distance = self._computed(lambda: added.distance(drawn_sum))
             doubt = _DOUBT_HALF if is_coarse else _DOUBT_SINGLE * min(1.0, math.sqrt(_TENSORS / len(named)))
             if distance is not None and distance <= doubt * limit:
                 return Checked({"checked/step_gradient_error": distance})
@@ -181,34 +166,35 @@ class ModelGradient:
             if found is None:
                 return checked
             if is_coarse:
-                error = self._checked_again(policy, part.sequences, added, drawn, limit)
+                error = self._checked_again(policy, part.sequences, added, drawn_sum, limit)
             else:
-                error = self._computed(lambda: check_added(added, drawn, limit))
+                error = self._computed(lambda: check_added(added, drawn_sum, limit))
         if error is None:
             return Checked(checked.figures, self._unproven)
-        # A part that was compared with nothing but itself shows no plain forward. The drawn sum is then the whole
-        # proof.
+        # A part that was compared with nothing but itself shows no plain forward: the drawn sum is the whole proof.
         alone = is_coarse and self._autocast(policy) is None
-        return Checked(
-            checked.figures | {"checked/step_gradient_error": error}, checked.unproven if alone else ""
-        )
+        figures = checked.figures | {"checked/step_gradient_error": error}
+        return Checked(figures, checked.unproven if alone else "")
 
     def _checked_again(
-        self, policy: Policy, sequences: Sequence[TrainingSequence], added: Added, drawn: Drawn, limit: float
+        self,
+        policy: Policy,
+        sequences: Sequence[TrainingSequence],
+        added: Added,
+        drawn_sum: DrawnSum,
+        limit: float,
     ) -> float | None:
-        """How far what a part has added is from the same gradient, computed again.
-
-        No trained tensor may hold a gradient.
+        """How far what a part has added is from the same gradient, computed again. No trained tensor may have one.
 
         Under autocast the part is also computed without it, and compared with the slope of the plain forward.
         """
-        with self._gradients(policy, sequences, drawn.coefficients, added.named):
-            error = check_repeated(added, added.read_again(), drawn, _DOUBT_HALF * limit)
+        with self._gradients(policy, sequences, drawn_sum.coefficients, added.named):
+            error = check_repeated(added, added.read_again(), drawn_sum, _DOUBT_HALF * limit)
         if self._autocast(policy) is not None:
             exactly = replace(policy, autocast=nullcontext)
-            with self._gradients(exactly, sequences, drawn.coefficients, added.named):
+            with self._gradients(exactly, sequences, drawn_sum.coefficients, added.named):
                 exact = added.read_again()
-            if self._computed(lambda: check_added(exact, drawn, gradient_limit(torch.float32))) is None:
+            if self._computed(lambda: check_added(exact, drawn_sum, gradient_limit(torch.float32))) is None:
                 return None
         return error
 
@@ -218,9 +204,7 @@ class ModelGradient:
         return limit, limit > gradient_limit(torch.float64)
 
     def _autocast(self, policy: Policy) -> torch.dtype | None:
-        """The dtype of autocast over weights in float32, whose gradients exist without it too; None: there is no such
-        autocast.
-        """
+        """The dtype of autocast over float32 weights, whose gradients exist without it too; None: no such autocast."""
         return self._config.precision.autocast if policy.model.dtype == torch.float32 else None
 
     def _named(self) -> dict[str, torch.nn.Parameter]:
@@ -251,8 +235,7 @@ class ModelGradient:
         named: Mapping[str, torch.nn.Parameter],
         seed: tuple[int, ...],
     ) -> float | None:
-        # Without autocast the limit is narrow. Then the gradient with autocast is compared with the gradient without
-        # it.
+        # The limit is narrow without autocast. Then the gradient with autocast is compared with the one without it.
         autocast = self._autocast(policy)
         exactly = policy if autocast is None else replace(policy, autocast=nullcontext)
         limit = self._limit(policy)[0] if autocast is None else gradient_limit(torch.float32)
@@ -282,10 +265,7 @@ class ModelGradient:
 
         Rounding may now and then add up in the gradients of a few tensors, in float32 too (SmolLM2-135M after 250
         steps: 0.05 in one of some 30 sums, 0.003 to 0.02 in the others). A fault is there in most sums. So the
-        majority of five is judged.
-
-        Raises:
-            ProofError: the gradient of most drawn sums is over the limit, or that of one is not finite.
+        majority of five is judged; a gradient that is not finite is refused at once.
         """
         failed: list[ProofError] = []
         error: float | None = None
@@ -293,13 +273,13 @@ class ModelGradient:
             again = (*seed, number) if number else seed
             chosen, factors = self._draw(policy, sequences, again)
             completions = [completion_of(s) for s in chosen]
-            drawn = Drawn(policy.model, policy.critic, completions, factors, self._distribution(policy))
+            drawn_sum = DrawnSum(
+                policy.model, policy.critic, completions, factors, self._distribution(policy)
+            )
             with self._gradients(policy, chosen, factors, named):
                 exact = Directions(named, again)
                 try:
-                    error = self._computed(
-                        functools.partial(check_model_gradient, drawn, named, again, limit)
-                    )
+                    error = self._computed(partial(check_model_gradient, drawn_sum, named, again, limit))
                 except ProofError as found:
                     failed.append(found)
             if failed and (len(failed) > _DRAWS // 2 or not exact.is_finite):
@@ -317,9 +297,7 @@ class ModelGradient:
         if self._limit(policy)[1] and self._distribution(policy).is_tempered_only:
             # Ids of pictures stand for their pixels, which other texts do not have.
             texts = [s for s in sequences if s.pictures is None] or chosen
-            ids = np.unique(
-                np.concatenate([part for s in texts for part in (s.prompt_ids, s.completion_ids)])
-            )
+            ids = np.unique(np.concatenate([own for s in texts for own in (s.prompt_ids, s.completion_ids)]))
             chosen = [s.but(completion_ids=draws.choice(ids, len(s.completion_ids))) for s in chosen]
         size = sum(s.length for s in chosen)
         used = (True, self._entropies, policy.critic is not None)
@@ -334,10 +312,7 @@ class ModelGradient:
             return exact.distance()
 
     def _computed(self, compute: Callable[[], float | None]) -> float | None:
-        """What is computed; None if it says nothing, or if an operation refuses a wide dtype.
-
-        Then `_unproven` has the reason.
-        """
+        """What is computed. None: it says nothing, or an operation refuses a wide dtype (`_unproven` says why)."""
         self._unproven = ""
         try:
             found = compute()
@@ -347,9 +322,8 @@ class ModelGradient:
             trouble = error.__cause__ if isinstance(error.__cause__, Exception) else error
             if not refuses_a_dtype(trouble):
                 raise
-            self._unproven = self._say(
-                f"a forward in float64 fails ({type(trouble).__name__}: {str(trouble)[:200]})"
-            )
+            what = f"{type(trouble).__name__}: {str(trouble)[:200]}"
+            self._unproven = self._say(f"a forward in float64 fails ({what})")
             return None
         if found is None:
             self._unproven = self._say("finite differences of its forward depend on the step")
@@ -396,11 +370,12 @@ class _Gradients:
 
     def __enter__(self) -> None:
         lengths = [s.length for s in self._sequences]
-        parts = dict(zip((s.name for s in self._sequences), self._factors.split(lengths, 1), strict=True))
+        names = [s.name for s in self._sequences]
+        factors_of = dict(zip(names, self._factors.split(lengths, 1), strict=True))
         for pack in self._policy.packs(self._sequences, self._config):
             scores = self._policy.score(pack, self._config, entropy_gradient=self._entropies)
             # A pack may have another order.
-            own = torch.cat([parts[s.name] for s in pack.sequences], 1).to(scores.logps.dtype)
+            own = torch.cat([factors_of[s.name] for s in pack.sequences], 1).to(scores.logps.dtype)
             factors = sent(own, scores.logps.device)
             total = (scores.logps * factors[0]).sum()
             if self._entropies:
@@ -426,23 +401,17 @@ def _not_provable(policy: Policy, named: Mapping[str, torch.nn.Parameter]) -> st
 
 
 def refuses_a_dtype(trouble: Exception) -> bool:
-    """Whether a kernel refuses a dtype, as each library does in its own way.
-
-    A fault of a device or of memory is another.
-    """
+    """Whether a kernel refuses a dtype, as each library does in its own way. A fault of a device is another."""
     if isinstance(trouble, NotImplementedError) or type(trouble).__module__.startswith("triton"):
         return True
     if isinstance(trouble, KeyError):
         # vLLM's batch-invariant products have a table by dtype.
         return isinstance(trouble.args[0] if trouble.args else None, torch.dtype)
     text = str(trouble).lower()
-    of_machine = any(
-        word in text for word in ("device", "cuda", "out of memory", "allocate memory", "enough memory")
-    )
-    of_library = isinstance(trouble, (RuntimeError, TypeError, ValueError)) and not isinstance(
-        trouble, LockstepError
-    )
-    return of_library and not of_machine
+    words = ("device", "cuda", "out of memory", "allocate memory", "enough memory")
+    if isinstance(trouble, LockstepError) or any(word in text for word in words):
+        return False
+    return isinstance(trouble, (RuntimeError, TypeError, ValueError))
 
 
 @contextmanager
@@ -485,14 +454,7 @@ _AMONG = 4
 
 
 class CheckedPart:
-    """The part of one step, on one rank.
-
-    Args:
-        names: of its sequences, which have a gradient and stay in one pack.
-        named: the trained tensors.
-        distribution: the one that the sequences were sampled from.
-        seed: draws the direction.
-    """
+    """The part of one step, on one rank: named sequences that have a gradient and stay in one pack."""
 
     def __init__(
         self,
@@ -509,7 +471,8 @@ class CheckedPart:
     def split(self, sequences: Sequence[TrainingSequence]) -> list[list[TrainingSequence]]:
         """The sequences of a micro-batch: those of the part, and the others. Empty lists are left out."""
         own = [s for s in sequences if s.name in self._names]
-        return [part for part in (own, [s for s in sequences if s.name not in self._names]) if part]
+        others = [s for s in sequences if s.name not in self._names]
+        return [some for some in (own, others) if some]
 
     @property
     def sequences(self) -> Sequence[TrainingSequence]:
@@ -518,10 +481,7 @@ class CheckedPart:
 
     @contextmanager
     def watch(self, pack: Pack, scores: TokenScores) -> Iterator[None]:
-        """A context for the loss of a pack and its backward.
-
-        What the pack of the part adds to the gradients is kept.
-        """
+        """A context for the loss of a pack and its backward, which keeps what the part's pack adds to the gradients."""
         if pack.sequences[0].name not in self._names:
             yield
             return
@@ -535,9 +495,10 @@ class CheckedPart:
         yield
         self._added.read()
 
-    def gradient(self, model: PreTrainedModel, critic: torch.nn.Module | None) -> tuple[Added, Drawn] | None:
-        """What the part has added to the gradients, and its sum of scores, both divided by the size of the sum's
-        coefficients.
+    def gradient(
+        self, model: PreTrainedModel, critic: torch.nn.Module | None
+    ) -> tuple[Added, DrawnSum] | None:
+        """What the part has added to the gradients, and its sum of scores, divided by the size of the coefficients.
 
         None if the loss has no gradient at the part's tokens.
         """
@@ -548,8 +509,8 @@ class CheckedPart:
         if not size:
             return None
         completions = [completion_of(s) for s in self._pack]
-        drawn = Drawn(model, critic, completions, coefficients / size, self._distribution)
-        return self._added.scaled(1 / size), drawn
+        drawn_sum = DrawnSum(model, critic, completions, coefficients / size, self._distribution)
+        return self._added.scaled(1 / size), drawn_sum
 
 
 def _keep(flow: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -559,9 +520,7 @@ def _keep(flow: torch.Tensor, gradient: torch.Tensor) -> None:
 def draw_part(
     batches: Sequence[Sequence[TrainingSequence]], draws: np.random.Generator
 ) -> list[TrainingSequence]:
-    """The shortest of some drawn units of a step's sequences with a gradient; empty if there is none without
-    pictures.
-    """
+    """The shortest of some drawn units of sequences with a gradient and no pictures; empty if there is none."""
     units = [unit for batch in batches for unit in units_of(batch) if all(s.pictures is None for s in unit)]
     if not units:
         return []

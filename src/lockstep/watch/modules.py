@@ -1,10 +1,8 @@
-"""The module probe: compares the output of each engine module with the same product, computed with the trainer's
-weights.
+"""The module probe: the output of each engine module is that of the weights that the trainer sends.
 
-The probe uses the weights that the trainer sends (`weights/source.py`; merged if the model has an adapter).
-`Engine.probe` gives the engine's outputs. Both sides get the same input (`contract/probe.py`). A push may be used for
-training only after its probe has passed. The probe finds faults that a comparison of stored tensors cannot find,
-because it uses the weights as the engine computes with them.
+These weights are merged if the model has an adapter (`weights/source.py`). Both sides get the same input
+(`contract/probe.py`). The probe finds faults that a comparison of stored tensors cannot find, because it uses the
+weights as the engine computes with them.
 
 Proof `module_probe`.
 Shows: both sides draw a vector from one seed; each module that the engine runs gives the output that the trainer's
@@ -53,8 +51,7 @@ from lockstep.watch.tolerances import output_rounding, probe_limit
 from lockstep.weights.push import weights_of
 from lockstep.weights.source import PlainSource
 
-# Number of linear layers, and of vectors (norms), in a sampled probe. It always contains all embeddings and heads as
-# well.
+# Number of linear layers, and of vectors (norms), in a sampled probe, beside all embeddings and heads.
 _SAMPLE = 6
 # Number of layers of experts in a sampled probe.
 _SAMPLED_LAYERS_OF_EXPERTS = 2
@@ -68,7 +65,7 @@ class ProbeRecord:
 
     Attributes:
         errors: per probed checkpoint tensor, the largest difference of its outputs, minus their rounding, ÷ their rms.
-        modules: number of probed modules. `of_modules` is the number of modules that can be probed.
+        modules, of_modules: how many modules were probed, of how many that can be.
         unreached: engine parameters that no probe reaches.
         servers: URLs of the servers of which a module is over the limit; empty if the engine is not several servers.
         codes: number of modules in 8 bits whose codes and scales were compared.
@@ -136,11 +133,9 @@ class HeldForm(Protocol):
 
 
 class ModuleProbe:
-    """Compares an engine's modules with a model's weights.
+    """Compares an engine's modules with a model's weights, which it only reads.
 
     Args:
-        model: the trained model; only read.
-        engine: an engine that should hold the same weights.
         engine_dtype: dtype to which the engine casts weights.
         source: the weights that the engine should compute with; None: those that a push of the model sends. Weights
             of a given source are in the engine's dtype already, or are sums of such weights.
@@ -158,9 +153,7 @@ class ModuleProbe:
         *,
         source: Callable[[PreTrainedModel], PlainSource] | None = None,
     ) -> None:
-        self._model, self._given = model, source
-        self._engine = engine
-        self._dtype = engine_dtype
+        self._model, self._engine, self._dtype, self._given = model, engine, engine_dtype, source
         self._source = self._weights()
         self.modules = self._comparable(engine.modules(self._source.names))
         if not self.modules.probed:
@@ -168,66 +161,44 @@ class ModuleProbe:
         for module in self.modules.probed.values():
             if module.quantization and (module.quantization not in HELD_FORMS or module.kind != "linear"):
                 raise InputError(
-                    f"the engine computes {module.name} in 8 bits by {module.quantization}, which cannot be "
-                    f"proven yet: linear "
-                    f"layers in {', '.join(HELD_FORMS)} can, experts cannot; leave vllm_quantization out"
+                    f"the engine computes {module.name} in 8 bits by {module.quantization}, which cannot be proven "
+                    f"yet: linear layers in {', '.join(HELD_FORMS)} can, experts cannot; leave vllm_quantization out"
                 )
 
     @torch.no_grad()
     def measure(self, seed: int, *, every: bool) -> ProbeRecord:
-        """Errors of the modules for the probe input of `seed`.
-
-        Args:
-            every: whether to probe all modules and compare all their outputs; otherwise a sample, as at a push during
-                a run.
-        """
+        """Errors for the probe input of `seed`: of `every` module and output, or of a sample, as in a run."""
         start = time.perf_counter()
         # Made again for every probe and for every push, because the active adapter may have changed.
         self._source = self._weights()
         names = list(self.modules.probed) if every else self._sample(seed)
         answers = self._engine.probe(names, seed, every=every)
         limit, errors, wrong = probe_limit(self._dtype), dict[str, float](), set[str]()
-        parts = [
-            (
-                name,
-                tensors,
-                []
-                if found is None
-                else self._compared(self.modules.probed[name], tensors, seed, found, every),
-            )
-            for name in names
-            for tensors, found in self._parts(self.modules.probed[name], answers[name], seed, every)
-        ]
+        probed, compared = self.modules.probed, []
+        for name in names:
+            for tensors, found in self._by_tensor(probed[name], answers[name], seed, every):
+                pairs = [] if found is None else self._compared(probed[name], tensors, seed, found, every)
+                compared.append((name, tensors, pairs))
         # The trainer's outputs of all modules are read from its device at once.
-        own = iter(on_host([tensor for *_, pairs in parts for pair in pairs for tensor in pair.of_trainer]))
-        for name, tensors, pairs in parts:
+        own = iter(on_host([t for *_, pairs in compared for pair in pairs for t in pair.of_trainer]))
+        for name, tensors, pairs in compared:
             error = max((self._distance(pair, own) for pair in pairs), default=float("inf"))
             errors |= {tensor: max(errors.get(tensor, 0.0), error) for tensor in tensors}
             if not error <= limit:
                 # Several servers put their URL before the name (`engines/servers/server.py`).
                 wrong.add(name.rpartition("/")[0])
-        codes, recoded = self._compared_codes(
-            [name for name in names if self.modules.probed[name].quantization]
-        )
-        seconds, probed = time.perf_counter() - start, self.modules.probed
-        servers = tuple(sorted(wrong - {""}))
-        unreached = self.modules.unreached
-        return ProbeRecord(
-            errors, len(names), len(probed), unreached, limit, seconds, servers, codes, recoded
-        )
+        codes, recoded = self._compared_codes([name for name in names if probed[name].quantization])
+        seconds, servers = time.perf_counter() - start, tuple(sorted(wrong - {""}))
+        counts = len(names), len(probed), self.modules.unreached
+        return ProbeRecord(errors, *counts, limit, seconds, servers, codes, recoded)
 
     def _compared_codes(self, names: list[str]) -> tuple[int, tuple[str, ...]]:
-        """The number of modules whose codes and scales were compared, and the names of those that differ from the
-        trainer's.
-        """
+        """How many modules' codes and scales were compared, and the names of those that differ from the trainer's."""
         told: dict[str, str] = {}
         for scheme in dict.fromkeys(self.modules.probed[name].quantization for name in names):
             own = [name for name in names if self.modules.probed[name].quantization == scheme]
-            told |= {
-                name: digest
-                for name, digest in self._form(scheme).digests(self._engine, own).items()
-                if digest
-            }
+            digests = self._form(scheme).digests(self._engine, own)
+            told |= {name: digest for name, digest in digests.items() if digest}
         return len(told), tuple(name for name, digest in told.items() if digest != self._codes_digest(name))
 
     def _codes_digest(self, name: str) -> str:
@@ -248,16 +219,13 @@ class ModuleProbe:
         """Share of the trainer's weights, counted in elements, that a probe reaches."""
         source = self._source
         names = {source.first_name(name) for name in source.names if not name.endswith("bias")}
-        reached = {
-            source.first_name(tensor) for module in self.modules.probed.values() for tensor in module.tensors
-        }
+        tensors = [tensor for module in self.modules.probed.values() for tensor in module.tensors]
+        reached = set(map(source.first_name, tensors))
         weights = {name: source.shape(name).numel() for name in names}
         return sum(size for name, size in weights.items() if name in reached) / sum(weights.values())
 
     def _comparable(self, found: EngineModules) -> EngineModules:
-        """Leave out modules whose outputs are not the outputs of the named weights in order (a loader that pads or
-        merges).
-        """
+        """Leave out modules whose outputs are not those of the named weights in order (loaders pad and merge)."""
         probed, unreached = {}, list(found.unreached)
         for name, module in found.probed.items():
             if self._all_outputs(module) == module.outputs:
@@ -269,12 +237,8 @@ class ModuleProbe:
     def _sample(self, seed: int) -> list[str]:
         """Names of all embeddings and heads, and of a sample of the layers and of the vectors."""
         probed, head = self.modules.probed, self._source.first_name(head_name(self._model))
-        layers = [
-            name
-            for name, module in probed.items()
-            if module.kind == "linear"
-            and all(self._source.first_name(tensor) != head for tensor in module.tensors)
-        ]
+        linear = [(name, module.tensors) for name, module in probed.items() if module.kind == "linear"]
+        layers = [name for name, own in linear if head not in map(self._source.first_name, own)]
         vectors = [name for name, module in probed.items() if module.kind == "values"]
         experts = [name for name, module in probed.items() if module.kind == "experts"]
         draw = random.Random(seed)
@@ -294,34 +258,27 @@ class ModuleProbe:
             return shape.numel()
         return shape[1] if self._transposed(tensor) else shape[0]
 
-    def _parts(
+    def _by_tensor(
         self, module: ProbedModule, answer: torch.Tensor, seed: int, every: bool
     ) -> list[tuple[tuple[str, ...], torch.Tensor | None]]:
-        """An answer split by the module's tensors, (inputs, outputs) each.
-
-        All are None if the answer has the wrong size.
+        """An answer split by the module's tensors, (inputs, outputs) each; all None if the answer has the wrong size.
 
         An expert's output depends on all of its tensors together.
         """
         if module.kind == "embedding":
             return [((module.tensors[0],), answer)]
         if module.kind == "experts":
-            first = [
-                _PROJECTIONS * e for e in probe_experts(seed, module.name, self._experts(module), every=every)
-            ]
+            count = len(module.tensors) // _PROJECTIONS
+            first = [_PROJECTIONS * e for e in probe_experts(seed, module.name, count, every=every)]
             names = [module.tensors[i : i + _PROJECTIONS] for i in first]
             whole = len(answer) == len(names) * module.outputs
             return [(n, answer.view(len(names), -1)[i] if whole else None) for i, n in enumerate(names)]
         inputs = 2 if module.has_bias else 1
         if len(answer) != inputs * module.outputs:
             return [((tensor,), None) for tensor in module.tensors]
-        parts = answer.view(inputs, -1).split(
-            [self._outputs(module, tensor) for tensor in module.tensors], dim=1
-        )
-        return [((tensor,), part) for tensor, part in zip(module.tensors, parts, strict=True)]
-
-    def _experts(self, module: ProbedModule) -> int:
-        return len(module.tensors) // _PROJECTIONS
+        sizes = [self._outputs(module, tensor) for tensor in module.tensors]
+        pieces = answer.view(inputs, -1).split(sizes, dim=1)
+        return [((tensor,), piece) for tensor, piece in zip(module.tensors, pieces, strict=True)]
 
     def _compared(
         self, module: ProbedModule, tensors: tuple[str, ...], seed: int, found: torch.Tensor, every: bool
@@ -346,9 +303,8 @@ class ModuleProbe:
         vector = sent(draw(seed, module.name, self._inputs(tensor)), weight.device)
         if module.kind == "embedding":
             rows = probe_rows(seed, module.name, len(weight), every=every)
-            expected = torch.cat(
-                [self._cast(weight[own]) @ vector for own in sent(rows, weight.device).split(PROBED_ROWS)]
-            )
+            pieces = sent(rows, weight.device).split(PROBED_ROWS)
+            expected = torch.cat([self._cast(weight[own]) @ vector for own in pieces])
             return [_Compared(found, expected, expected)]
         if self._transposed(tensor):
             weight = weight.T
@@ -357,9 +313,8 @@ class ModuleProbe:
             rows = probe_rows(seed, module.name, len(weight), every=False)
             found, rows = found[:, rows], sent(rows, weight.device)
             weight, bias = weight[rows], None if bias is None else bias[rows]
-        product = torch.cat(
-            [self._held(module, own) @ vector.to(self._dtype).float() for own in weight.split(PROBED_ROWS)]
-        )
+        vector = vector.to(self._dtype).float()
+        product = torch.cat([self._held(module, own) @ vector for own in weight.split(PROBED_ROWS)])
         if not module.has_bias or bias is None:
             return [_Compared(found[0], product, product)]
         added = self._cast(bias)
@@ -377,8 +332,7 @@ class ModuleProbe:
     def _distance(self, pair: _Compared, own: Iterator[torch.Tensor]) -> float:
         """max over outputs of |engine − trainer|, minus the rounding of the output itself, ÷ rms(size).
 
-        Args:
-            own: gives the tensors of `pair.of_trainer`, on the host.
+        `own` gives the tensors of `pair.of_trainer`, on the host.
         """
         expected, size, *inner = (next(own) for _ in pair.of_trainer)
         rounded = sum(inner, start=expected.abs())
@@ -397,12 +351,7 @@ class ModuleProbe:
 
 
 def check_probe(record: ProbeRecord, version: int) -> None:
-    """Check a probe's errors against their limit.
-
-    Raises:
-        ProofError: a module's outputs differ from the outputs of the trainer's weights, or its codes from their
-            codes. The message names the layers.
-    """
+    """Check a probe's errors against their limit, and that no codes differ. The message names the layers."""
     failed = record.failed
     if not failed:
         _check_codes(record, version)
@@ -411,9 +360,8 @@ def check_probe(record: ProbeRecord, version: int) -> None:
     where = f" at {', '.join(record.servers)}" if record.servers else ""
     raise ProofError(
         "module_probe",
-        f"at version {version} {len(failed)} of {len(record.errors)} weights give other outputs in the "
-        f"engine{where} than in the "
-        f"trainer (limit {record.limit:.0e} of their size): {shown}{', …' if len(failed) > 4 else ''}",
+        f"at version {version} {len(failed)} of {len(record.errors)} weights give other outputs in the engine{where} "
+        f"than in the trainer (limit {record.limit:.0e} of their size): {shown}{', …' if len(failed) > 4 else ''}",
         _cause(record, failed),
         "do not train on this engine; name the model, the layer and the engine's version in a report",
     )
@@ -423,9 +371,9 @@ def _check_codes(record: ProbeRecord, version: int) -> None:
     if record.recoded:
         raise ProofError(
             "codes",
-            f"at version {version} {len(record.recoded)} of {record.codes} modules hold other codes or scales "
-            f"in 8 bits than those "
-            f"of the trainer's weights: {', '.join(record.recoded[:4])}{', …' if len(record.recoded) > 4 else ''}",
+            f"at version {version} {len(record.recoded)} of {record.codes} modules hold other codes or scales in 8 "
+            f"bits than those of the trainer's weights: {', '.join(record.recoded[:4])}"
+            f"{', …' if len(record.recoded) > 4 else ''}",
             "the engine did not quantise the layer again after this push, or quantises by another formula",
             "do not train on this engine; name the model, the layer and the engine's version in a report",
         )

@@ -1,13 +1,8 @@
 """What an optimizer must make of drawn elements, by its rule and by the schedule's learning rate.
 
-What an optimizer must make of drawn elements: read its settings and state, and compute the step a second time.
-
-For torch's AdamW the rule is written in `definitions/optimizer.py`. Others have none.
-
-The learning rates of a step, from the schedule's formula where it is written in `definitions/optimizer.py`.
-
-Most schedules follow the steps. Two of transformers follow the metrics of evaluations (`reduce_lr_on_plateau`,
-`greedy`).
+Settings and state are read, and the step is computed a second time. The rule of torch's AdamW, the only one here, and
+the formulas of some schedules stand in `definitions/optimizer.py`. Most schedules follow the steps; two of transformers
+follow the metrics of evaluations (`reduce_lr_on_plateau`, `greedy`).
 
 Proof `learning_rate`.
 Shows: the rates of the optimizer are the config's, times the schedule's formula (constant, linear, cosine, with
@@ -28,7 +23,7 @@ import torch
 
 from lockstep.definitions.optimizer import Moments, PlateauSchedule, Settings, adamw, rate_factor
 from lockstep.errors import ProofError
-from lockstep.watch.elements import Drawn, read_all
+from lockstep.watch.elements import DrawnElements, read_all
 from lockstep.watch.optimizer_settings import OptimizerSettings
 
 
@@ -55,16 +50,7 @@ class Expected:
 
 
 class OptimizerRule:
-    """The rule of an optimizer over a list of parameters.
-
-    Args:
-        settings: the settings of the optimizer.
-        parameters: the trained parameters.
-        names: their names.
-
-    Raises:
-        ProofError: a trained parameter is in no group of the optimizer, or in two.
-    """
+    """The rule of an optimizer. Raises `ProofError` if a trained parameter is in no group, or in two."""
 
     def __init__(
         self, settings: OptimizerSettings, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]
@@ -95,7 +81,7 @@ class OptimizerRule:
             group.get(name) for group in self._settings.groups for name in others
         )
 
-    def read(self, drawn: Drawn) -> State:
+    def read(self, drawn: DrawnElements) -> State:
         """The drawn elements as they are now."""
         if not self.known:
             return State(drawn.read(self._parameters), None)
@@ -107,20 +93,16 @@ class OptimizerRule:
         parts = [drawn.values(own) for own in (self._parameters, *moments)]
         values, first, second, *stacked = read_all([*parts, *([torch.stack(tensors)] if tensors else [])])
         counts = iter(stacked[0].tolist() if stacked else ())
-        of_tensor = torch.tensor(
-            [next(counts, 0.0) if isinstance(s, torch.Tensor) else float(s) for s in steps],
-            dtype=torch.float64,
-        )
+        counted = [next(counts, 0.0) if isinstance(s, torch.Tensor) else float(s) for s in steps]
+        of_tensor = torch.tensor(counted, dtype=torch.float64)
         return State(values, Moments(first, second, of_tensor[drawn.owners]))
 
     def expected(
-        self, before: State, gradients: torch.Tensor, drawn: Drawn, rates: Sequence[float]
+        self, before: State, gradients: torch.Tensor, drawn: DrawnElements, rates: Sequence[float]
     ) -> Expected | None:
         """What the step must make of drawn elements; None where the rule is not known.
 
-        Args:
-            gradients: (N,) as the optimizer sees them.
-            rates: learning rate of each group.
+        `gradients` are (N,) as the optimizer sees them; `rates` has the learning rate of each group.
         """
         if before.moments is None or not self.known:
             return None
@@ -139,25 +121,21 @@ class OptimizerRule:
         new, moments, size = adamw(before.values, gradients, before.moments, settings)
         eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._parameters], dtype=torch.float64)[owners]
         loose = (8 * eps).clamp(min=1e-4)
-        return Expected(
-            State(new, moments), loose * size + 2 * eps * torch.maximum(new.abs(), before.values.abs())
-        )
+        rounding = 2 * eps * torch.maximum(new.abs(), before.values.abs())
+        return Expected(State(new, moments), loose * size + rounding)
 
     def moments_differ(
-        self, expected: Moments, found: Moments, gradients: torch.Tensor, drawn: Drawn
+        self, expected: Moments, found: Moments, gradients: torch.Tensor, drawn: DrawnElements
     ) -> torch.Tensor:
         """(N,) bool, whether the moments after the step are not those that the rule makes."""
-        eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._parameters], dtype=torch.float64)[
-            drawn.owners
-        ]
+        by_tensor = [torch.finfo(p.dtype).eps for p in self._parameters]
+        eps = torch.tensor(by_tensor, dtype=torch.float64)[drawn.owners]
         loose = (8 * eps).clamp(min=1e-5)
         # Squares below float32's smallest numbers become zero.
-        first = (found.first - expected.first).abs() > loose * (
-            expected.first.abs() + gradients.abs()
-        ) + 1e-30
-        second = (found.second - expected.second).abs() > loose * (
-            expected.second + gradients.square()
-        ) + 1e-30
+        sizes = expected.first.abs() + gradients.abs()
+        first = (found.first - expected.first).abs() > loose * sizes + 1e-30
+        sizes = expected.second + gradients.square()
+        second = (found.second - expected.second).abs() > loose * sizes + 1e-30
         return first | second | (found.steps != expected.steps) | found.first.isnan() | found.second.isnan()
 
 
@@ -166,8 +144,7 @@ class Rates:
     """The learning rates of a run.
 
     Attributes:
-        scheduler: the run's scheduler.
-        schedule: its name; None: the user made the scheduler, or gave it options, so that no formula is known.
+        schedule: name of the schedule; None: the user made the scheduler, or gave it options, so no formula is known.
         warmup, total: as in `rate_factor`.
         start: number of steps before training began; above 0 for a resumed run.
         settings: the optimizer's settings. They have the rates before the schedule, and those that a user has set.
@@ -185,18 +162,10 @@ class Rates:
     plateau: PlateauSchedule | None = None
 
     def at(self, step: int) -> list[float]:
-        """The learning rate of each group in a step.
-
-        Args:
-            step: number of steps before this one.
-
-        Raises:
-            ProofError: the optimizer has other rates.
-        """
+        """Check the learning rate of each group in the step after `step` steps, and return them."""
         if self.metrics is not None:
             return [self._of_group(index, due, step) for index, due in enumerate(self._by_metric(step))]
-        # The first step of a resumed run has the rate that its checkpoint was written with, even if the run is longer
-        # now.
+        # The first step of a resumed run has its checkpoint's rate, even if the run is longer now.
         resumed = 0 < step == self.start
         formula = None if resumed else self.schedule
         factor = None if formula is None else rate_factor(formula, step, self.warmup, self.total)
@@ -217,19 +186,14 @@ class Rates:
             raise _wrong(
                 f"the schedule has taken {taken} metrics before optimizer step {step + 1}, not {self.metrics}"
             )
-        return (
-            list(self.plateau.rates)
-            if self.plateau
-            else [float(rate) for rate in self.scheduler.get_last_lr()]
-        )
+        return list(self.plateau.rates) if self.plateau else list(map(float, self.scheduler.get_last_lr()))
 
     def before_metric(self) -> None:
         """Note the learning rates from which a schedule goes on that follows metrics. A user may have set them."""
         if self.plateau is not None:
             found = map(self.settings.rate_set, range(len(self.plateau.rates)))
-            self.plateau.rates = [
-                r if given is None else given for r, given in zip(self.plateau.rates, found, strict=True)
-            ]
+            pairs = zip(self.plateau.rates, found, strict=True)
+            self.plateau.rates = [rate if given is None else given for rate, given in pairs]
 
     def after_metric(self, metric: float) -> None:
         """Note a metric that was given to the schedule."""
@@ -263,10 +227,8 @@ def _wrong(found: str) -> ProofError:
     return ProofError(
         "learning_rate",
         found,
-        "something other than the scheduler or a callback of yours set the learning rate, or the scheduler "
-        "belongs to another "
-        "run or step",
-        "give the learning rate in the config (learning_rate, lr_scheduler_type, warmup_steps), or a "
-        "scheduler of your own with "
-        "the optimizer; resume with the checkpoint's scheduler.pt and the same settings",
+        "something other than the scheduler or a callback of yours set the learning rate, or the scheduler belongs to "
+        "another run or step",
+        "give the learning rate in the config (learning_rate, lr_scheduler_type, warmup_steps), or a scheduler of "
+        "your own with the optimizer; resume with the checkpoint's scheduler.pt and the same settings",
     )

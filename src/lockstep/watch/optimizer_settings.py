@@ -1,5 +1,4 @@
-"""Proof of the optimizer's settings: those that the config gives, read a second time, with the changes that the user
-has made.
+"""Proof of the optimizer's settings: those that the config gives, with the changes that the user has made.
 
 The callbacks of a run are called inside `explained`: what one of the user's callbacks changes is taken, and so is every
 change of an optimizer that the user gave. Such changes stand in the receipt, and a resumed run begins with them. Any
@@ -26,8 +25,7 @@ import torch
 from lockstep.definitions.optimizer import SETTING_OF
 from lockstep.errors import ProofError
 
-# The settings of one group of tensors, by name: JSON types. The scheduler may change the learning rate itself at any
-# time.
+# The settings of one group of tensors, by name, in JSON types; not the learning rate, which the scheduler changes.
 Settings = dict[str, Any]
 _RATE = "lr"
 GIVEN = "the program that gave the optimizer"
@@ -35,16 +33,12 @@ GIVEN = "the program that gave the optimizer"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a setting that was taken.
+    """A change of a setting of a group that was taken.
 
     Attributes:
         by: who has made it.
-        group: index of the optimizer's group.
         tensors: the tensors of this group, in words.
-        field: name of the setting.
-        before, after: its values.
-        place: of a learning rate, the step of the schedule at which it was set. The schedule's next step sets another
-            one.
+        place: of a learning rate, the step of the schedule at which it was set. The schedule's next step sets another.
     """
 
     by: str
@@ -70,8 +64,7 @@ class Taken:
     """What a run has taken so far, from its receipt.
 
     Attributes:
-        given: the settings of each group of an optimizer that the user gave, when the run began; None: the trainer
-            made it.
+        given: each group's settings of the user's optimizer, when the run began; None: the trainer made it.
         changes: the changes since.
     """
 
@@ -80,13 +73,9 @@ class Taken:
 
 
 def taken_of(entries: Sequence[Mapping[str, Any]], changed_now: Sequence[str] = ()) -> Taken:
-    """What the lines of a receipt say about the optimizer.
+    """What the lines of a receipt, up to the checkpoint's own, say about the optimizer.
 
-    Where a run went on with another value of a field, this value counts, and not a change before.
-
-    Args:
-        entries: the lines up to the checkpoint's own.
-        changed_now: fields of the config whose values have changed since the run was interrupted.
+    A field of `changed_now` has another value since the run was interrupted: it counts, and not a change before.
     """
     given: list[dict[str, Any]] | None = None
     changes: list[Change] = []
@@ -106,17 +95,12 @@ def taken_of(entries: Sequence[Mapping[str, Any]], changed_now: Sequence[str] = 
 
 
 class OptimizerSettings:
-    """The settings that an optimizer must have.
+    """The settings that an optimizer must have. Other settings than the config's and the receipt's are a `ProofError`.
 
     Args:
         optimizer: the optimizer itself, not a wrapper.
-        scheduler: the schedule of its learning rates.
-        names: names of the trained parameters.
         wanted: gives the settings of a trained parameter from the config; None: the user gave the optimizer.
         taken: what the run has taken before it was interrupted.
-
-    Raises:
-        ProofError: the optimizer has other settings than the config and the receipt say.
     """
 
     def __init__(
@@ -156,11 +140,7 @@ class OptimizerSettings:
 
     @contextmanager
     def explained(self, by: str) -> Iterator[None]:
-        """Take what is changed in this block.
-
-        Args:
-            by: who is changing it, in words.
-        """
+        """Take what is changed in this block, by whom it is changed, in words."""
         self.look()
         rates = self._rates_now()
         yield
@@ -181,19 +161,15 @@ class OptimizerSettings:
                     f"{change.field} of {change.tensors} is {change.after} and was {change.before}",
                     "something other than a callback of yours has changed the optimizer's settings",
                     "change settings in a callback, or give an optimizer of your own; otherwise this is a "
-                    "defect of Lockstep: "
-                    "report it",
+                    "defect of Lockstep: report it",
                 )
 
     def note_step(self) -> None:
         """Just after the optimizer has stepped, before any callback is called."""
         if self._counts:
             for held, now in zip(self._held, self._read(), strict=False):
-                held |= {
-                    k: v
-                    for k, v in now.items()
-                    if k not in self._from_config and k not in SETTING_OF.values()
-                }
+                known = {*self._from_config, *SETTING_OF.values()}
+                held |= {k: v for k, v in now.items() if k not in known}
         self.look()
         self._stepped = [dict(group) for group in self._held]
         own = {index: self.rate_set(index) for index in self._rates}
@@ -203,8 +179,7 @@ class OptimizerSettings:
         """The changes that were taken since the last call of `news`, as JSON types.
 
         Raises:
-            ProofError: something has changed a setting outside of `explained`. The error has its name and its two
-                values.
+            ProofError: something has changed a setting outside of `explained`. The error has its name and both values.
         """
         self.look()
         if self._failure is not None:
@@ -212,10 +187,7 @@ class OptimizerSettings:
         return [change.line() for change in self._news]
 
     def news(self) -> tuple[list[dict[str, Any]] | None, list[Change]]:
-        """What the receipt does not have yet: the settings of a given optimizer, and changes.
-
-        It counts as written from now on.
-        """
+        """The settings of a given optimizer, and changes, that the receipt does not have. They count as written now."""
         given = None
         if self.by_user and not self._told:
             given = [{"tensors": t, **g} for t, g in zip(self._titles, self._first(), strict=True)]
@@ -224,10 +196,7 @@ class OptimizerSettings:
         return given, found
 
     def so_far(self) -> Taken:
-        """What was taken until now, for another run with the same optimizer.
-
-        An optimizer of the user's is read anew.
-        """
+        """What was taken until now, for another run with the same optimizer. A user's optimizer is read anew."""
         kept = [] if self.by_user else [change for change in self._all if change.field != _RATE]
         return Taken(None, kept)
 
@@ -267,16 +236,11 @@ class OptimizerSettings:
         return zip(self._held, self.optimizer.param_groups, strict=True)
 
     def _read(self) -> list[Settings]:
-        """The settings of each group as they are.
-
-        The learning rate before the schedule is the one that the schedule uses.
-        """
+        """The settings of each group as they are, with the learning rate before the schedule."""
         groups = self.optimizer.param_groups
         bases = getattr(self._scheduler, "base_lrs", None) or []
-        found = [
-            {k: _plain(v) for k, v in g.items() if k not in ("params", _RATE) and _is_plain(v)}
-            for g in groups
-        ]
+        plain = [{k: v for k, v in g.items() if k not in ("params", _RATE) and _is_plain(v)} for g in groups]
+        found = [{k: _plain(v) for k, v in group.items()} for group in plain]
         if len(bases) == len(found):
             for group, base in zip(found, bases, strict=True):
                 group["initial_lr"] = float(base)
@@ -285,8 +249,7 @@ class OptimizerSettings:
     def _differences(self, by: str) -> list[Change]:
         now = self._read()
         if len(now) != len(self._held):
-            # It is raised where all ranks compare, as every failure here. Otherwise the other ranks would wait for
-            # this one.
+            # It is raised where all ranks compare, as every failure here, so that no rank waits for this one.
             self._failure = self._failure or ProofError(
                 "optimizer",
                 f"the optimizer has {len(now)} groups of tensors, and had {len(self._held)} when training began",
@@ -325,8 +288,7 @@ class OptimizerSettings:
             self._check_title(change.group, change.tensors)
             if change.field != _RATE:
                 due_by_change[change.group, change.field] = change.after
-        # A schedule that follows metrics keeps no rate of the beginning. After its first metric the rate is another
-        # one.
+        # A schedule that follows metrics keeps no first rate, and has another one after its first metric.
         is_new = not self._place()
         for index, (group, found) in enumerate(zip(self.optimizer.param_groups, self._held, strict=True)):
             rate = {"initial_lr": float(group[_RATE])} if "initial_lr" not in found and is_new else {}
@@ -363,22 +325,21 @@ class OptimizerSettings:
     def _compare(self, whose: str, field: str, found: Settings, due: Any, giver: str) -> None:
         if field not in found or _equal(found[field], due):
             return
+        made = "the optimizer was made or loaded with other settings"
+        cause = f"{made}, or the config was changed after the trainer was made"
         if field == "initial_lr":
             raise ProofError(
                 "learning_rate",
                 f"the optimizer begins with a learning rate of {found[field]:g} for {whose}; {giver} gives {due:g}",
-                "the optimizer was made or loaded with other settings, or the config was changed after the "
-                "trainer was made",
+                cause,
                 "give learning_rate in the config before the trainer is made, or give an optimizer of your own",
             )
         raise ProofError(
             "optimizer",
             f"{field} of {whose} is {found[field]}; {giver} gives {due}",
-            "the optimizer was made or loaded with other settings, or the config was changed after the "
-            "trainer was made",
+            cause,
             "give adam_beta1, adam_beta2, adam_epsilon and weight_decay in the config before the trainer is "
-            "made, change them in a "
-            "callback, or give an optimizer of your own",
+            "made, change them in a callback, or give an optimizer of your own",
         )
 
 

@@ -28,19 +28,18 @@ from lockstep.whose_code import is_installed
 
 # Methods that change a collection in place.
 _CHANGING = {
-    "add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop", "popitem", "popleft",
-    "remove",
-    "reverse", "setdefault", "sort", "update", "subtract",
+    "add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop", "popitem",
+    "popleft", "remove", "reverse", "setdefault", "sort", "update", "subtract",
 }  # fmt: skip
 # Functions that build an object. What they assign to it is how it begins.
 _BUILDING = {"__init__", "__new__", "__post_init__", "__setstate__"}
 # A value that comes from one of these differs between two processes.
 _UNSTABLE = {
-    "time", "time_ns", "perf_counter", "monotonic", "now", "utcnow", "today", "uuid1", "uuid4", "random", "randint",
-    "choice",
-    "shuffle", "sample", "uniform", "token_hex", "urandom", "getenv", "getpid", "getcwd", "cwd", "gethostname", "node",
-    "mkdtemp", "mkstemp", "cpu_count", "get_ident", "id", "hash", "is_available", "device_count", "sched_getaffinity",
-    "get_num_threads", "abspath", "absolute", "resolve", "expanduser", "home", "gettempdir", "getuser", "version",
+    "time", "time_ns", "perf_counter", "monotonic", "now", "utcnow", "today", "uuid1", "uuid4", "random",
+    "randint", "choice", "shuffle", "sample", "uniform", "token_hex", "urandom", "getenv", "getpid",
+    "getcwd", "cwd", "gethostname", "node", "mkdtemp", "mkstemp", "cpu_count", "get_ident", "id", "hash",
+    "is_available", "device_count", "sched_getaffinity", "get_num_threads", "abspath", "absolute", "resolve",
+    "expanduser", "home", "gettempdir", "getuser", "version",
 }  # fmt: skip
 _UNSTABLE_ATTRIBUTES = {"environ", "argv", "__version__"}
 _LOOKUPS = {"globals", "eval", "exec"}
@@ -79,8 +78,7 @@ class OwnFiles:
     """The files that were reached so far.
 
     Attributes:
-        changed: names whose values are not compared: functions in these files change them, or they differ between
-            processes.
+        changed: names whose values are not compared: functions in these files change them, or processes differ in them.
     """
 
     def __init__(self) -> None:
@@ -99,11 +97,8 @@ class OwnFiles:
 
     def slices(self) -> list[str]:
         """The texts of scripts that count."""
-        files = [
-            file
-            for file in self._files.values()
-            if isinstance(file, _File) and file.is_script and not file.whole
-        ]
+        known = [file for file in self._files.values() if isinstance(file, _File)]
+        files = [file for file in known if file.is_script and not file.whole]
         return [file.segment(node) for file in files for node in file.taken.values()]
 
     def without_places(self, text: str) -> str:
@@ -121,7 +116,7 @@ class OwnFiles:
         )
 
     def reach_object(self, path: Path, value: Any) -> str | None:
-        """Take the file of a function or class; of a script, what the object names. Returns the object's text.
+        """Take the file of a function or class, or what the object names in a script, and return the object's text.
 
         None: the file is not the user's own, or does not have the object.
         """
@@ -251,8 +246,8 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[tuple[ast.stmt, set[str], 
         ]
         inside += [
             inner
-            for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))
-            for inner in part.body
+            for branch in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))
+            for inner in branch.body
         ]
         if inside:
             yield from _statements(inside)
@@ -289,12 +284,8 @@ def _nodes_of(file: _File, value: Any) -> list[ast.AST]:
     plain = inspect.unwrap(value)
     if isinstance(plain, type):
         name = plain.__name__
-        return [
-            node
-            for nodes in file.places.values()
-            for node in _first_of(nodes, name)
-            if isinstance(node, ast.ClassDef)
-        ]
+        named = [node for nodes in file.places.values() for node in _first_of(nodes, name)]
+        return [node for node in named if isinstance(node, ast.ClassDef)]
     code = getattr(plain, "__code__", None)
     found = file.places.get(code.co_firstlineno, []) if code is not None else []
     return _first_of(found, code.co_name) if code is not None else []
@@ -320,9 +311,7 @@ def _identifiers(node: ast.AST) -> set[str]:
 
 
 def _globals_of(node: ast.AST) -> set[str]:
-    """Names of a piece of code that stand for globals of its module, as Python itself sees it; all names if it cannot
-    say.
-    """
+    """Names in code that stand for globals of its module, as Python sees it; all names if it cannot say."""
     try:
         scopes = [symtable.symtable(ast.unparse(node), "", "exec")]
     except SyntaxError:
@@ -347,9 +336,7 @@ def _globals_of(node: ast.AST) -> set[str]:
 
 
 def changed_names(text: str) -> set[str]:
-    """Names whose values the functions in a text change, or that differ between two processes; empty if it is no
-    Python.
-    """
+    """Names whose values a text's functions change, or in which processes differ; empty if it is no Python."""
     try:
         return _changed(ast.parse(textwrap.dedent(text)))
     except (SyntaxError, ValueError):
@@ -362,18 +349,16 @@ def _changed(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             building = getattr(node, "name", "") in _BUILDING
             own = _locals(node)
-            found |= {
-                name for name, of_self in _changes(node) if name not in own and not (building and of_self)
-            }
+            changes = [name for name, of_self in _changes(node) if not (building and of_self)]
+            found |= {name for name in changes if name not in own}
             named = (c.args[1] for c in ast.walk(node) if _is_setattr(c))
             found |= {str(part.value) for part in named if isinstance(part, ast.Constant)}
         elif isinstance(node, ast.Global | ast.Nonlocal):
             found |= set(node.names)
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             called = {_last_name(c.func) for c in ast.walk(node.value) if isinstance(c, ast.Call)}
-            called |= {
-                n.attr for n in ast.walk(node.value) if isinstance(n, ast.Attribute)
-            } & _UNSTABLE_ATTRIBUTES
+            attributes = {n.attr for n in ast.walk(node.value) if isinstance(n, ast.Attribute)}
+            called |= attributes & _UNSTABLE_ATTRIBUTES
             if called & (_UNSTABLE | _UNSTABLE_ATTRIBUTES):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 found |= {name for target in targets for name in _targets(target)}
@@ -402,10 +387,7 @@ def _locals(function: ast.AST) -> set[str]:
 
 
 def _changes(code: ast.AST) -> Iterator[tuple[str, bool]]:
-    """The names of what a piece of code changes in place: the attribute, the collection, or the object that has it.
-
-    The second value says whether it is an attribute of `self` itself.
-    """
+    """Names of what code changes in place: attribute, collection or owner; and whether it is an attribute of `self`."""
     for inner in map(_without_index, _changed_places(code)):
         if name := _last_name(inner):
             yield (
@@ -484,11 +466,7 @@ _LOCKSTEP = Path(__file__).resolve().parents[2]
 
 
 def _module_files(name: str, path: Path) -> Iterator[Path]:
-    """The files of a module and of the packages around it. No code runs.
-
-    Args:
-        path: the file that imports it, for a relative name.
-    """
+    """The files of a module, which `path` imports, and of the packages around it. No code runs."""
     level = len(name) - len(name.lstrip("."))
     parts = [part for part in name.lstrip(".").split(".") if part]
     if level:

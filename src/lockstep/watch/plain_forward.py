@@ -1,18 +1,10 @@
 """Scores by a plain forward, in the model's dtype, in float32 or in float64, for proofs that need a second opinion.
 
-The trainer's log-probs of given tokens, one plain sequence at a time: no packing, no shared prefixes.
+It takes one plain sequence, or one padded row per completion, without packing, shared prefixes or recomputation: a
+second way to compute the same numbers, which does not depend on the fast path.
 
-It is a second way to compute the same numbers, for proofs that must not depend on the fast path: the canary, the
-decomposition of a gap, and `lockstep verify`.
-
-Scores of completions by a plain forward: one padded row per completion, no packing, no tree, no recomputation.
-
-Finite differences are taken of them, in float64 or float32.
-
-Runs a model's forward in float64 or float32, with weights that are moved a little, and without changing the model.
-
-A weight is widened when an operation reads it, so that only a few wide weights exist at a time, and the live weights
-stay as they are.
+In float64 or float32 the forward may run with weights that are moved a little. A weight is widened when an operation
+reads it. So only a few wide weights exist at a time, and the model's own stay as they are.
 """
 
 from __future__ import annotations
@@ -53,10 +45,7 @@ OWN_DTYPE = Precision()
 def sequence_logits(
     model: PreTrainedModel, ids: Sequence[int], precision: Precision = OWN_DTYPE
 ) -> torch.Tensor:
-    """(len(ids), V) float32 logits of one sequence, in evaluation mode.
-
-    They are in one tensor, without a limit on its size.
-    """
+    """(len(ids), V) float32 logits of one sequence, in evaluation mode, in one tensor of any size."""
     return torch.cat(list(logit_chunks(model, ids, 0, precision)))
 
 
@@ -113,9 +102,7 @@ def _tempered(
     precision: Precision,
     pictures: PromptPictures | None,
 ) -> torch.Tensor:
-    """`completion_logps` where nothing but the temperature shapes the logits: many rows at a time, on the model's
-    device.
-    """
+    """`completion_logps` where only the temperature shapes the logits: many rows at a time, on the model's device."""
     targets, scores = torch.tensor(tokens), []
     for logits in logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision, pictures):
         own, targets = sent(targets[: len(logits)], logits.device), targets[len(logits) :]
@@ -131,11 +118,7 @@ def sampled_logps(
     *,
     kept: bool = True,
 ) -> torch.Tensor:
-    """The trainer's log-probs of a completion's sampled tokens.
-
-    Args:
-        kept: whether to score them among the engine's kept ids, if there are any.
-    """
+    """The trainer's log-probs of a completion's sampled tokens, with `kept` among the engine's kept ids, if any."""
     sets, places = sets_of_all(completion) if kept else None, completion.sampled_places
     if not len(places):
         # A rollout may have ended before its first sampled token.
@@ -151,19 +134,15 @@ def sampled_logps(
 
 
 def sets_of_all(completion: Completion) -> KeptIds | None:
-    """One set for each id of a completion.
-
-    Inserted ids, whose log-probs nobody reads, get the id itself as their set.
-    """
+    """One set for each id. Inserted ids, whose log-probs nobody reads, get the id itself as their set."""
     kept = completion.kept_ids
     if kept is None or completion.sampled is None:
         return kept
     sets, places = [], iter(range(len(kept)))
     for token, sampled in zip(completion.token_ids, completion.sampled, strict=True):
         place = next(places) if sampled else 0
-        sets.append(
-            kept.part(place, place + 1) if sampled else KeptIds(small_ids([token]), whole_numbers([1]))
-        )
+        itself = KeptIds(small_ids([token]), whole_numbers([1]))
+        sets.append(kept.part(place, place + 1) if sampled else itself)
     return joined_kept_ids(sets)
 
 
@@ -174,11 +153,7 @@ def logit_chunks(
     precision: Precision,
     pictures: PromptPictures | None = None,
 ) -> Iterator[torch.Tensor]:
-    """(rows, V) float32 logits of all positions from one on, a few rows at a time.
-
-    Args:
-        first: the first position.
-    """
+    """(rows, V) float32 logits of all positions from `first` on, a few rows at a time."""
     inner = causal_model(model)
     row = sent(torch.tensor([list(ids)]), inner.device)
     was_training, shards = model.training, sharded(model)
@@ -239,9 +214,7 @@ def plain_scores(
     completions: Sequence[Completion],
     distribution: Distribution,
 ) -> torch.Tensor:
-    """(3, N) log-prob, entropy and critic's value of every sampled token, on the model's device.
-
-    Without a critic the values are 0.
+    """(3, N) log-prob, entropy and critic's value (0 without a critic) of every sampled token, on the model's device.
 
     Padding comes after the scored tokens, so that causal attention hides it.
     """
@@ -271,13 +244,9 @@ def plain_scores(
 def _of_rows(
     completion: Completion, places: Ids, logits: torch.Tensor, distribution: Distribution
 ) -> torch.Tensor:
-    """(2, n) log-probs and entropies of n sampled tokens of a completion, from their (n, V) logits, on the device of
-    these.
+    """(2, n) log-probs and entropies of tokens at (n,) places of a completion, from (n, V) logits, on their device.
 
     Filters, penalties and grammars are applied on the host.
-
-    Args:
-        places: (n,) of the tokens in the completion.
     """
     prompt, tokens = completion.prompt_ids.tolist(), completion.token_ids.tolist()
     if distribution.is_tempered_only and completion.kept_ids is None:
@@ -308,11 +277,8 @@ _CONVOLUTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A change of one tensor: `size` × rows ⊗ columns. A vector changes by `size` × rows.
-
-    Attributes:
-        rows: (R,) float64, along the first dimension.
-        columns: (C,) float64, along all others; None for a vector.
+    """A change of one tensor: `size` × (R,) rows ⊗ (C,) columns, in float64. A vector, without columns, changes by
+    `size` × rows.
     """
 
     size: float
@@ -336,11 +302,8 @@ class Move:
 class Widened(TorchDispatchMode):
     """A context in which every operation of PyTorch computes in a wider dtype. Gradients must be off.
 
-    Operations of other libraries, such as those that unpack 4-bit weights, run as they are.
-
-    Args:
-        moves: how weights are changed, by the id of the tensor.
-        dtype: float64 or float32. Tensors of a wider dtype stay as they are.
+    Operations of other libraries, such as those that unpack 4-bit weights, run as they are. Tensors of a dtype that is
+    wider than `dtype` stay as they are. `moves` change weights, by the id of the tensor.
     """
 
     def __init__(self, moves: Mapping[int, Move], dtype: torch.dtype = torch.float64) -> None:
@@ -373,11 +336,8 @@ class Widened(TorchDispatchMode):
 
     def widen(self, value: Any) -> Any:
         """A tensor in the wider dtype. A tensor that has it already is changed only by the operation that reads it."""
-        return (
-            value.to(self._dtype)
-            if isinstance(value, torch.Tensor) and value.dtype in self._narrow
-            else value
-        )
+        is_narrow = isinstance(value, torch.Tensor) and value.dtype in self._narrow
+        return value.to(self._dtype) if is_narrow else value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -389,10 +349,8 @@ class Widened(TorchDispatchMode):
             return func(*self._as_written(func, args), **kwargs)
         if kwargs.get("dtype") in self._narrow:
             kwargs["dtype"] = self._dtype
-        args, kwargs = (
-            _each(self._wide, args),
-            {name: _each(self._wide, value) for name, value in kwargs.items()},
-        )
+        args = _each(self._wide, args)
+        kwargs = {name: _each(self._wide, value) for name, value in kwargs.items()}
         if func is _ATEN._grouped_mm.default:
             return _products(*args, **kwargs)
         return func(*args, **kwargs)
@@ -404,11 +362,9 @@ class Widened(TorchDispatchMode):
         if move is not None:
             dtype = torch.promote_types(value.dtype, self._dtype)
             return move.add_to(value.to(dtype, memory_format=torch.contiguous_format, copy=True))
-        return (
-            value.to(self._dtype, memory_format=torch.contiguous_format)
-            if value.dtype in self._narrow
-            else value
-        )
+        if value.dtype not in self._narrow:
+            return value
+        return value.to(self._dtype, memory_format=torch.contiguous_format)
 
     def _rows(
         self, func: Any, weight: torch.Tensor, ids: torch.Tensor, *rest: Any, **more: Any
@@ -421,9 +377,8 @@ class Widened(TorchDispatchMode):
 
     def _as_written(self, func: Any, args: Any) -> list[Any]:
         """The arguments of an operation that writes: what it reads gets the dtype of what it writes."""
-        written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments][
-            : len(args)
-        ]
+        infos = [argument.alias_info for argument in func._schema.arguments[: len(args)]]
+        written = [info is not None and info.is_write for info in infos]
         dtypes = [
             value.dtype
             for value, is_written in zip(args, written, strict=True)
@@ -475,10 +430,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
-    """A value with every leaf changed.
-
-    Arguments of PyTorch's operations nest in nothing but lists; its own `tree_map` is slow.
-    """
+    """A value with every leaf changed. Arguments of operations nest in lists alone; PyTorch's `tree_map` is slow."""
     if isinstance(value, (list, tuple)):
         return [_each(change, part) for part in value]
     return change(value)
@@ -487,10 +439,9 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 def _products(
     rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, *rest: Any, **more: Any
 ) -> torch.Tensor:
-    """(T, N) products of groups of rows, each with its own (K, N) matrix. PyTorch's operation takes no float64.
+    """(T, N) products of E groups of rows, each with its own (K, N) matrix. PyTorch's operation takes no float64.
 
-    Args:
-        ends: (E,) where each group of rows ends.
+    `ends` is (E,): where each group of rows ends.
     """
     bounds = [0, *ends.tolist()]
     pairs = zip(bounds[:-1], bounds[1:], matrices, strict=True)

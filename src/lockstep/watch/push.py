@@ -1,15 +1,11 @@
 """The proofs of a push: the probe of the engine's modules, and the canary.
 
-The proofs of a push: probe the engine's modules, and compare the canary.
-
 `PushWatch` proves the pushes that a run makes. `ProvenPusher` also makes them, for trainers that are not Lockstep's
 own.
 
-The canary: a few fixed sequences that both sides score at the same weight version.
-
-The log-probs come from `Engine.score`, which uses no cache, and from the trainer's plain forward. The canary needs no
-rollouts. So it can run before the first rollout is sampled, and it stands in for rollouts that are older than the
-weights.
+The canary is a few fixed sequences that both sides score at the same weight version: by `Engine.score`, which uses no
+cache, and by the trainer's plain forward. It needs no rollouts. So it can run before the first rollout is sampled, and
+stands in for rollouts that are older than the weights.
 
 Proof canary (`gap`).
 Shows: both sides give four fixed sequences the same log-probs, by another path than sampling.
@@ -60,15 +56,9 @@ def canary_gap(
     scores: Mapping[str, Sequence[float] | torch.Tensor],
     precision: Precision,
 ) -> GapStats:
-    """Parity gap between an engine's scores and the trainer's own log-probs at temperature 1, with the trainer's
-    current weights.
+    """Parity gap between an engine's scores and the trainer's log-probs, with its current weights, at temperature 1.
 
-    Args:
-        sequences: the scored sequences, by name.
-        scores: the engine's log-probs of every id of each sequence, except the first id.
-
-    Raises:
-        ProofError: a log-prob is not finite.
+    `scores` has the engine's log-probs of every id of each sequence, except the first id.
     """
     gap = GapStats()
     with casting_once(model, precision):
@@ -81,28 +71,19 @@ def canary_gap(
 def score_canary(
     model: PreTrainedModel, engine: ProbedEngine, max_model_len: int, precision: Precision
 ) -> GapStats:
-    """Parity gap between engine and trainer over the canary's tokens, at temperature 1.
-
-    Raises:
-        ProofError: the engine holds no committed weights, or a log-prob is not finite.
-    """
+    """Parity gap between engine and trainer over the canary's tokens, at temperature 1."""
     sequences = canary_sequences(embedding_rows(model), max_model_len)
     return canary_gap(model, sequences, engine.score(sequences), precision)
 
 
 def check_canary(gap: GapStats, limit: Tolerance, version: int) -> None:
-    """Check the canary's parity gap against its limits.
-
-    Raises:
-        ProofError: the gap is over a limit.
-    """
+    """Check the canary's parity gap against its limits."""
     check_gap(
         gap,
         limit,
         version,
-        "the canary's tokens, which no policy sampled, score differently although every probed module agrees: "
-        "positions, "
-        "attention mask, or a part of the model that no probe reaches",
+        "the canary's tokens, which no policy sampled, score differently although every probed module "
+        "agrees: positions, attention mask, or a part of the model that no probe reaches",
         "compare the model's configuration on both sides (rope scaling, sliding window, soft-capping)",
     )
 
@@ -114,14 +95,7 @@ Phase = Callable[[str], AbstractContextManager]
 
 @dataclass(frozen=True, slots=True)
 class PushProof:
-    """The results of one push and of its proofs.
-
-    Attributes:
-        push: the record of the sent weights, with their digest.
-        probe: the differences between the outputs of the engine's modules and the outputs of the trained model's
-            weights.
-        canary: the gap over the canary's tokens; None if this push did not score the canary.
-    """
+    """The record of one push, the results of its module probe, and the canary's gap if this push scored it."""
 
     push: SyncRecord
     probe: ProbeRecord
@@ -130,9 +104,6 @@ class PushProof:
 
 class PushExtension:
     """What an extra adds to the pushes into an engine and to their proofs. This class itself adds nothing.
-
-    Args:
-        watch: proves the pushes.
 
     Attributes:
         push: sends the model as a version, instead of `push_weights`; None: `push_weights` sends it.
@@ -147,11 +118,7 @@ class PushExtension:
         self.watch = watch
 
     def prove_modules(self, seed: int, version: int, *, every: bool) -> None:
-        """Prove what the engine's modules compute, after the module probe has passed.
-
-        Raises:
-            ProofError: a module computes something else.
-        """
+        """Prove what the engine's modules compute, after the module probe has passed."""
 
     def limit(self, of_dtypes: Tolerance) -> Tolerance:
         """The limits on the canary's gap, from the limits of the dtypes."""
@@ -162,18 +129,10 @@ class PushExtension:
         return of_dtypes
 
     def prove_canary(self, version: int) -> None:
-        """Prove what must be proven before the canary is scored.
-
-        Raises:
-            ProofError: the engine computes something else.
-        """
+        """Prove what must be proven before the canary is scored."""
 
     def sample_canary(self, distribution: Distribution, version: int) -> None:
-        """After the push of a start, let the engine sample from the run's distribution, and prove what it samples.
-
-        Raises:
-            ProofError: the engine samples from another distribution.
-        """
+        """After the push of a start, let the engine sample from the run's distribution, and prove what it samples."""
 
     def measure(
         self, completions: Sequence[Completion], version: int, distribution: Distribution, *, always: bool
@@ -203,11 +162,8 @@ class PushWatch:
     `every_module` asks for all.
 
     Args:
-        model: the trained model; it is only read.
-        engine: receives the weights.
-        engine_dtype: the dtype in which the engine computes.
-        precision: the dtypes in which the trainer computes its forward.
-        seed: seed of the run; the probe vectors depend on it and on the version.
+        engine_dtype, precision: the dtypes in which the engine computes, and the trainer its forward.
+        seed: of the run; the probe vectors depend on it and on the version.
         extension: makes what an extra adds (`push_extension`).
         phase: measures the time of the proofs ("verify").
 
@@ -228,8 +184,7 @@ class PushWatch:
         extension: Callable[[PushWatch], PushExtension] = PushExtension,
         phase: Phase = lambda name: nullcontext(),
     ) -> None:
-        self.model, self.engine, self.engine_dtype = model, engine, engine_dtype
-        self.precision = precision
+        self.model, self.engine, self.engine_dtype, self.precision = model, engine, engine_dtype, precision
         # The limits that follow from the dtypes alone.
         self.of_dtypes = tolerance(engine_dtype, precision.dtype_of(model))
         self._seed, self._phase = seed, phase
@@ -252,29 +207,20 @@ class PushWatch:
 
     @property
     def module_probe(self) -> ModuleProbe:
-        """The probe of the engine's modules; it is made at its first use, and again when the engine has other servers.
-
-        Raises:
-            InputError: the engine runs no module under the trained model's names.
-        """
+        """The probe of the engine's modules, made at its first use, and again when the engine has other servers."""
         members: tuple[str, ...] = getattr(self.engine, "members", ())
         if self._module_probe is None or members != self._probed:
             self._probed = members
-            self._module_probe = ModuleProbe(
-                self.model, self.engine, self.engine_dtype, source=self.extension.source
-            )
+            source = self.extension.source
+            self._module_probe = ModuleProbe(self.model, self.engine, self.engine_dtype, source=source)
         return self._module_probe
 
     def distrust(self) -> None:
-        """Send everything in the next push and then probe every module: the engine was lost and may have been
-        replaced, or a proof has failed."""
+        """Send everything in the next push and probe every module: the engine was lost, or a proof has failed."""
         self._trusted = False
 
     def pushing(self) -> None:
-        """The weights will be pushed.
-
-        If the last push was not proven, this one sends everything, and every module is probed.
-        """
+        """The weights will be pushed: all of them, and every module is probed, if the last push was not proven."""
         if not self._trusted:
             self.every_module = True
             # What was left out would stay as it is, also if it is wrong.
@@ -282,13 +228,7 @@ class PushWatch:
         self._trusted = False
 
     def pushed(self, record: SyncRecord) -> PushProof:
-        """The weights were pushed. Prove that the engine computes with them.
-
-        Raises:
-            ProofError: the engine computes with other weights.
-            LockstepError: the engine or a library raised an error of its own. The message has its type, its text and
-                its place.
-        """
+        """The weights were pushed. Prove that the engine computes with them."""
         with self._phase("verify"):
             probe = self.probe(record.version, every_module=self.every_module)
             gap = self.score_canary(record.version) if self.canary else None
@@ -298,11 +238,7 @@ class PushWatch:
 
     @foreign_errors("the modules of the engine could not be probed")
     def probe(self, version: int, *, every_module: bool = True) -> ProbeRecord:
-        """Compare the engine's modules with the model's current weights.
-
-        Raises:
-            ProofError: a module gives other outputs. The message names it.
-        """
+        """Compare the engine's modules with the model's current weights."""
         seed = self._seed * 1_000_003 + version
         record = self.module_probe.measure(seed, every=every_module)
         check_probe(record, version)
@@ -311,11 +247,7 @@ class PushWatch:
 
     @foreign_errors("the canary could not be scored")
     def score_canary(self, version: int) -> GapStats:
-        """Score the canary's sequences on both sides.
-
-        Raises:
-            ProofError: the gap is over its limit.
-        """
+        """Score the canary's sequences on both sides."""
         context = self.engine.settings().max_model_len
         self.extension.prove_canary(version)
         gap = score_canary(self.model, self.engine, context, self.precision)
@@ -335,8 +267,7 @@ class ProvenPusher(PushWatch):
 
         Raises:
             ProofError: the engine did not receive, load or commit the weights, or computes with other weights.
-            LockstepError: the engine or a library raised an error of its own. The message has its type, its text and
-                its place.
+            LockstepError: the engine or a library raised an error of its own. The message has its type, text and place.
         """
         self.every_module, self.canary = every_module, canary
         self.pushing()

@@ -27,13 +27,9 @@ from lockstep.weights.source import PlainSource
 
 
 def check_same_weights(ranks: Ranks, modules: Sequence[torch.nn.Module], version: int) -> None:
-    """Compare the digests of the trained modules on all ranks: the policy, and the critic if there is one.
+    """Compare the digests of the trained modules on all ranks: a rank must learn from tokens of its own weights.
 
     A sharded module has one copy of its weights. There every rank proves that it is sharded (`ShardedModel.check`).
-
-    Raises:
-        ProofError: two ranks hold different weights, so that one of them would learn from tokens that it did not
-            sample; or a sharded module is not as it must be.
     """
     check_shards(ranks, modules, version)
     modules = [module for module in modules if sharded(module) is None]
@@ -58,12 +54,6 @@ def check_same_weights(ranks: Ranks, modules: Sequence[torch.nn.Module], version
 
 
 def check_shards(ranks: Ranks, modules: Sequence[torch.nn.Module], version: int) -> None:
-    """Check that nothing of a sharded module is gathered.
-
-    Every rank calls this before weights are changed, pushed or saved.
-
-    Raises:
-        ProofError: `shards`, on every rank.
-    """
+    """Check, on every rank, that no sharded module is gathered, before weights are changed, pushed or saved."""
     for found in filter(None, map(sharded, modules)):
         ranks.share("shards", partial(found.check, version))

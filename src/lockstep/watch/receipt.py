@@ -1,7 +1,6 @@
 """The receipt of a run: one line per step in `receipt.jsonl`. Each line contains the hash of the line before.
 
-The trainer writes a line after the proofs of each optimizer step have passed. Later the receipt shows which proofs a
-run passed.
+The trainer writes a line after the proofs of each optimizer step have passed, so the receipt shows which a run passed.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class Receipt:
     def append(self, entry: dict[str, Any], *, durable: bool = False) -> None:
         """Write one entry without its secrets. If it is `durable`, it is on the disk when this returns.
 
-        Raises:
-            OSError: the entry cannot be written. The receipt is as it was before.
+        An `OSError` leaves the receipt as it was before.
         """
         body = without_nan({**without_secrets(entry, by_name=False), "previous": self._last})
         own = _hash(body)
@@ -81,10 +79,7 @@ def read_receipt(path: Path) -> list[dict[str, Any]]:
 
 
 def check_receipt(path: Path) -> int:
-    """Compute a receipt's chain again, and check that it names the checkpoints of the same directory.
-
-    Returns:
-        Number of lines.
+    """Compute a receipt's chain again, check that it names the checkpoints of its directory, and count its lines.
 
     Raises:
         InputError: a line was changed, removed or added, or the checkpoints were written with another receipt.
@@ -100,10 +95,7 @@ def check_receipt(path: Path) -> int:
 
 
 def read_log(path: Path) -> list[str]:
-    """The lines of a log.
-
-    Bytes that are no text become U+FFFD: a line of the receipt with one does not fit its hash.
-    """
+    """The lines of a log. Bytes that are no text become U+FFFD: such a line of the receipt does not fit its hash."""
     return [line for line in path.read_bytes().decode(errors="replace").split("\n") if line]
 
 
@@ -113,11 +105,7 @@ def lines_up_to(lines: list[str], step: int) -> list[str]:
 
 
 def check_chain(lines: list[str]) -> None:
-    """Compute the chain of a receipt again, and compare.
-
-    Raises:
-        InputError: a line was changed, removed or added. The message contains its number.
-    """
+    """Compute the chain of a receipt again. An `InputError` names the line that was changed, removed or added."""
     previous = _FIRST
     for number, line in enumerate(lines, start=1):
         try:

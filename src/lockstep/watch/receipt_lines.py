@@ -18,11 +18,7 @@ from lockstep.watch.tolerances import Tolerance
 def start_line(
     step: int, pusher: PushWatch, settings: EngineSettings, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The line of a run's start, after the first push and its canary.
-
-    Args:
-        more: further fields of the run.
-    """
+    """The line of a run's start, after the first push and its canary."""
     proof = pusher.proof
     assert proof is not None
     assert proof.canary is not None
@@ -59,10 +55,9 @@ def step_line(
     Args:
         gap: over the tokens that the weights of `version` sampled, except the tokens that are left aside.
         limit: the limits that the largest gap was compared with.
-        judged: the gap whose means were compared with their limits, over the tokens of this step, or of this and
-            earlier ones; empty if they wait for more tokens.
+        judged: the gap whose means were compared, over the tokens of this step, or of this and earlier ones; empty if
+            they wait for more tokens.
         waiting: the tokens that wait.
-        more: further fields of the step.
     """
     assert pusher.proof is not None
     push = pusher.proof.push

@@ -1,15 +1,11 @@
 """Proofs of what must stay: the reference model, the frozen weights, and what the reference computes.
 
-The proof of what must stay as it is: the reference model, and the frozen weights under an adapter.
-
 Proof `reference`.
 Shows: the reference model and the frozen weights under an adapter have the bytes with which training began (64 MiB of
 drawn tensors per generation, all of them at the start; up to 32 drawn elements of every tensor after each step); they
 share no memory with trained weights; the reference's log-probs of one drawn completion are those of a plain forward.
 Does not show: tensors that were not drawn yet; the other completions.
 When: start; every generation; every step.
-
-The proof that the reference model goes on to compute what it computed when training began.
 
 The proof `reference` reads weights. It does not see which weights the forward of the reference uses: an adapter that
 is left on, or a module of the policy in the reference's place, gives a KL divergence near 0 and changes no frozen
@@ -45,7 +41,7 @@ from lockstep.rollouts.group import RolloutGroup
 from lockstep.shards.model import local_part
 from lockstep.tokens.arrays import Reals
 from lockstep.tokens.chat import embedding_rows
-from lockstep.watch.elements import Drawn
+from lockstep.watch.elements import DrawnElements
 from lockstep.watch.plain_forward import completion_logps, sampled_logps
 from lockstep.watch.push import canary_sequences
 from lockstep.watch.tolerances import Tolerance, own_limit
@@ -62,15 +58,7 @@ def check_reference_scores(
     precision: Precision,
     limit: Tolerance,
 ) -> None:
-    """Score one completion again with the reference model, as a plain row, and compare.
-
-    Args:
-        logps: (T,) the log-probs of the sampled tokens that the loss will use.
-        limit: for two forwards in the trainer's precision.
-
-    Raises:
-        ProofError: they differ.
-    """
+    """Score one completion again with the reference model, as a plain row, and compare with the loss's (T,) `logps`."""
     gap = (sampled_logps(model, completion, distribution, precision) - torch.tensor(logps)).abs()
     mean, largest = float(gap.mean()), float(gap.max())
     if not (mean <= limit.mean_of(len(gap)) and largest <= limit.largest(len(gap))):
@@ -84,15 +72,12 @@ def check_reference_scores(
 
 
 class FrozenWeights:
-    """Tensors that training must not change.
+    """Tensors that training must not change. Raises `ProofError` if one shares its memory with a trained tensor.
 
     Args:
         tensors: the frozen tensors by name. Of sharded tensors, this rank proves its part.
         trained: the tensors that the optimizer changes.
         seed: draws which tensors are read again.
-
-    Raises:
-        ProofError: a frozen tensor shares its memory with a trained one.
     """
 
     def __init__(
@@ -101,9 +86,8 @@ class FrozenWeights:
         tensors = {name: local_part(t) for name, t in tensors.items()}
         self._tensors, self._seed = dict(tensors), seed
         moving = {t.untyped_storage().data_ptr() for t in map(local_part, trained) if t.numel()}
-        shared = sorted(
-            name for name, t in tensors.items() if t.numel() and t.untyped_storage().data_ptr() in moving
-        )
+        places = {name: t.untyped_storage().data_ptr() for name, t in tensors.items() if t.numel()}
+        shared = sorted(name for name, place in places.items() if place in moving)
         if shared:
             raise ProofError(
                 "reference",
@@ -114,7 +98,7 @@ class FrozenWeights:
         self._key = key_for(tensors.values())
         self._digests = digests_of(tensors, self._key)
         self._filled = {name: t for name, t in tensors.items() if t.numel()}
-        self._drawn = Drawn.of(list(self._filled.values()), (seed, 0))
+        self._drawn = DrawnElements.of(list(self._filled.values()), (seed, 0))
         self._values = self._drawn.read(list(self._filled.values()))
 
     @property
@@ -123,11 +107,7 @@ class FrozenWeights:
         return self._digests
 
     def check_elements(self) -> None:
-        """Read a few elements of every tensor again, after an optimizer step.
-
-        Raises:
-            ProofError: one of them has changed.
-        """
+        """Read a few elements of every tensor again, after an optimizer step."""
         values = self._drawn.read(list(self._filled.values()))
         same = (values == self._values) | (values.isnan() & self._values.isnan())
         if not bool(same.all()):
@@ -141,20 +121,15 @@ class FrozenWeights:
             )
 
     def check(self, version: int) -> None:
-        """Read drawn tensors again.
-
-        Raises:
-            ProofError: one of them has changed.
-        """
+        """Read drawn tensors again."""
         left, drawn = _BYTES, {}
         for name in np.random.default_rng((self._seed, version)).permutation(sorted(self._tensors)).tolist():
             if left <= 0:
                 break
             left -= self._tensors[name].nbytes
             drawn[name] = self._tensors[name]
-        changed = [
-            name for name, digest in digests_of(drawn, self._key).items() if digest != self._digests[name]
-        ]
+        now = digests_of(drawn, self._key)
+        changed = [name for name, digest in now.items() if digest != self._digests[name]]
         if changed:
             raise ProofError(
                 "reference",
@@ -172,26 +147,15 @@ def check_drawn_scores(
     precision: Precision,
     seed: tuple[int, ...],
 ) -> None:
-    """Compute the reference's log-probs of one drawn completion a second time.
-
-    Args:
-        scorer: the reference model, and how it computes.
-        scores: its log-probs, by name of the sequence.
-        sequences: those of this rank, of which one is drawn; those of the groups have the same names.
-        seed: draws the sequence.
-
-    Raises:
-        ProofError: the second time gives other log-probs.
-    """
+    """Compute the reference's log-probs of one drawn completion of this rank a second time."""
     if not sequences:
         return
     assert scorer.rules is not None
     name = sequences[int(np.random.default_rng(seed).integers(len(sequences)))].name
     for completion in (c for c in branches_of(groups) if str(c.key) == name):
         limit = own_limit(precision, scorer.model)
-        check_reference_scores(
-            scorer.model, completion, scores[name], scorer.rules.distribution, precision, limit
-        )
+        distribution = scorer.rules.distribution
+        check_reference_scores(scorer.model, completion, scores[name], distribution, precision, limit)
 
 
 # A number of ids for which every model has room.
@@ -207,15 +171,9 @@ class ReferenceOutputs:
         self._kept: tuple[FrozenWeights, int, torch.Tensor] | None = None
 
     def check(self, scorer: Policy, frozen: FrozenWeights | None, precision: Precision) -> None:
-        """Score the sequence with the reference, and compare.
+        """Score the sequence with the reference, and compare with the first generation.
 
-        Args:
-            scorer: the reference model, as it scores sequences of the run.
-            frozen: the weights that must stay; another object: the reference may have other weights from now on.
-                None: there is no training yet, and nothing is compared.
-
-        Raises:
-            ProofError: the log-probs differ from those of the first generation.
+        Nothing is compared without `frozen`, before training, or if it is another object: the reference may be new.
         """
         if frozen is None:
             return
@@ -235,15 +193,12 @@ class ReferenceOutputs:
                 return
         raise ProofError(
             "reference_outputs",
-            f"the reference model gives {len(gap)} fixed tokens other log-probs than at the first generation: "
-            f"by {mean:.2g} nats "
-            f"on average and {largest:.2g} at most",
-            "the reference computes with trained weights: its adapter is not switched off, or a module of the "
-            "policy stands in "
-            "its place. The KL divergence is then too small, whatever is learned",
+            f"the reference model gives {len(gap)} fixed tokens other log-probs than at the first "
+            f"generation: by {mean:.2g} nats on average and {largest:.2g} at most",
+            "the reference computes with trained weights: its adapter is not switched off, or a module of "
+            "the policy stands in its place. The KL divergence is then too small, whatever is learned",
             "let nothing replace the reference, its modules, or how peft switches adapters off; otherwise "
-            "this is a defect of "
-            "Lockstep: report it",
+            "this is a defect of Lockstep: report it",
         )
 
 

@@ -1,5 +1,4 @@
-"""The proof of a checkpoint: digests of its files and of the tensors in memory, when it is written and when it is
-loaded.
+"""The proof of a checkpoint: digests of files and of tensors in memory, when it is written and when it is loaded.
 
 The digests stand in the checkpoint's `digests.json`, and the digest of that file stands in the receipt's chain. They
 detect accidents: a file that is missing, cut, edited or of another checkpoint, and a tensor that was not loaded. They
@@ -41,7 +40,7 @@ _NAMED = 3
 
 
 def seal(folder: Path, memory: Mapping[str, str], state: Mapping[str, Any]) -> str:
-    """Write the digests of a checkpoint. Called when all its files but the trainer's state are written.
+    """Write the digests of a checkpoint, when all its files but the trainer's state are written.
 
     Args:
         memory: digests of the tensors in memory, from `memory_digests`.
@@ -50,33 +49,19 @@ def seal(folder: Path, memory: Mapping[str, str], state: Mapping[str, Any]) -> s
     Returns:
         The digest of `digests.json`, for the receipt. The copy of the receipt in the checkpoint is not digested.
     """
-    files = _digests(
-        [
-            path
-            for path in folder.rglob("*")
-            if path.is_file() and path.name not in (DIGESTS, TRAINER_STATE, RECEIPT)
-        ]
-    )
-    text = json.dumps(
-        {
-            "files": {str(path.relative_to(folder)): digest for path, digest in sorted(files.items())},
-            "memory": dict(memory),
-            "state": _state_digest(state),
-        },
-        indent=0,
-    )
+    left_out = (DIGESTS, TRAINER_STATE, RECEIPT)
+    files = _digests([path for path in folder.rglob("*") if path.is_file() and path.name not in left_out])
+    by_name = {str(path.relative_to(folder)): digest for path, digest in sorted(files.items())}
+    digests = {"files": by_name, "memory": dict(memory), "state": _state_digest(state)}
+    text = json.dumps(digests, indent=0)
     replace_text(folder / DIGESTS, text)
     return text_digest(text)
 
 
 def check_sealed(folder: Path, sealed: str) -> None:
-    """Compare the files of a checkpoint with its digests. Nothing is loaded.
+    """Compare the files of a checkpoint with its digests, whose own digest is `sealed`. Nothing is loaded.
 
-    Args:
-        sealed: what `seal` returned, from the receipt.
-
-    Raises:
-        InputError: a file is missing, was changed, or is of another checkpoint or another run. The message names it.
+    An `InputError` names a file that is missing, was changed, or is of another checkpoint or another run.
     """
     path = folder / DIGESTS
     try:
@@ -101,14 +86,9 @@ def check_sealed(folder: Path, sealed: str) -> None:
 
 
 def check_loaded(folder: Path, memory: Mapping[str, str], taken_anew: Collection[str] = ()) -> None:
-    """Compare what is in memory after a checkpoint was loaded with what was in memory when it was written.
+    """Compare tensors in memory after a checkpoint was loaded with those that it was written from.
 
-    Args:
-        memory: digests of the tensors in memory, from `memory_digests`.
-        taken_anew: names that are not compared, because the user wants other values than those of then.
-
-    Raises:
-        ProofError: a tensor of the model, the optimizer or the schedule differs.
+    The user wants other values for the names in `taken_anew`, so that they are not compared.
     """
     wanted = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))["memory"]
     compared = (wanted.keys() | memory.keys()) - set(taken_anew)
@@ -130,9 +110,6 @@ def memory_digests(
 
     If a module is sharded, every rank calls. Then the owner has the digests of the whole tensors, and the others are
     of no use.
-
-    Args:
-        modules: the trained modules, each under a name.
     """
     found: dict[str, torch.Tensor] = {}
     names: dict[torch.Tensor, str] = {}

@@ -53,15 +53,10 @@ Scores = list[float | None]
 
 
 class AskedAgain:
-    """The reward functions of a run that are asked again.
+    """The reward functions of a run that are asked again, if that is `wanted`.
 
     Coroutine functions are not, because they most often ask a service, and neither are reward models, environments
-    and judges.
-
-    Args:
-        decode: gives the text of ids, without special tokens.
-        timeout: seconds that one function may take.
-        wanted: whether functions may be asked again at all.
+    and judges. One function may take `timeout` seconds.
     """
 
     def __init__(self, scorer: Scorer, decode: Callable[[Any], str], timeout: float, *, wanted: bool) -> None:
@@ -84,19 +79,12 @@ class AskedAgain:
     def check(
         self, groups: Sequence[RolloutGroup], rows: Mapping[str, Prompt], state: Any, seed: tuple[int, ...]
     ) -> dict[str, float]:
-        """Ask for one drawn group. Groups whose texts a program has made are left out.
+        """Ask for one drawn group of this rank, and return figures to log. Texts of a program are left out.
 
         Args:
-            groups: the scored groups of this rank.
             rows: the prompts of the data set, by id.
             state: the trainer's state that the functions got.
             seed: draws the group.
-
-        Returns:
-            Figures to log.
-
-        Raises:
-            ProofError: a function gives another score to the same completion, and gives it again.
         """
         if not self._functions:
             return {}
@@ -118,17 +106,12 @@ class AskedAgain:
     def _judge(
         self, function: RewardFunction, groups: Sequence[RolloutGroup], rows: Mapping[str, Prompt], state: Any
     ) -> None:
-        """Say why a function's scores differ.
-
-        It may need the other completions of its call, or answer differently each time.
-        """
+        """Say why scores differ: a function may need its call's other completions, or answer differently each time."""
         if any(r.notes or r.further for g in groups for r in g.rollouts):
             self._leave_out(function, "gives other scores for a part of the completions")
             return
-        before, once, again = (
-            _scores(function, groups),
-            *(self._ask(function, groups, rows, state) for _ in range(2)),
-        )
+        before = _scores(function, groups)
+        once, again = (self._ask(function, groups, rows, state) for _ in range(2))
         if once is None or again is None:
             return
         if not _equal(once, again):
@@ -141,14 +124,11 @@ class AskedAgain:
             raise ProofError(
                 "scores",
                 f"{reward_name(function)} gave {rollout.key} a score of {before[at]}; asked again with its "
-                f"row and its text, "
-                f"it gives {once[at]}, twice",
-                "the scores belong to other completions, the function got other rows or texts, or it depends "
-                "on time or on its "
-                "earlier calls",
+                f"row and its text, it gives {once[at]}, twice",
+                "the scores belong to other completions, the function got other rows or texts, or it "
+                "depends on time or on its earlier calls",
                 "set recheck_rewards: false if the function depends on time or on earlier calls; otherwise "
-                "this is a defect of "
-                "Lockstep: report it",
+                "this is a defect of Lockstep: report it",
             )
 
     def _leave_out(self, function: RewardFunction, why: str) -> None:
@@ -220,17 +200,7 @@ def check_rows(
     decode: Callable[[Any], str],
     seed: tuple[int, ...],
 ) -> None:
-    """Compare groups with the rows of their prompt ids, and the texts of one drawn group with its ids.
-
-    Args:
-        rows: the prompts of the data set, by id.
-        decode: gives the text of ids, without special tokens.
-        seed: draws the group.
-
-    Raises:
-        ProofError: a group has the prompt or the columns of another row, or a completion has another text than that
-            of its ids.
-    """
+    """Compare groups with the rows of their prompt ids, and the texts of one drawn group with its ids."""
     for group in groups:
         row, own = rows.get(group.prompt.prompt_id), group.prompt
         same = row is not None and (
@@ -277,11 +247,7 @@ _ONE_IN, _AT_LEAST = 4, 64
 def check_evaluated(groups: Sequence[RolloutGroup], digest: str, num_generations: int) -> None:
     """Check that groups are those of the evaluation set: every row once, in its order, with all of its completions.
 
-    Args:
-        digest: of the evaluation set's prompts (`data_digest`), from when the trainer was made.
-
-    Raises:
-        ProofError: rows are missing, were changed, or are of other data; or a row has another number of completions.
+    `digest` is that of the evaluation set's prompts (`data_digest`), from when the trainer was made.
     """
     odd = [g.prompt.prompt_id for g in groups if len(g.rollouts) != num_generations]
     if odd:
@@ -296,22 +262,14 @@ def check_evaluated(groups: Sequence[RolloutGroup], digest: str, num_generations
 
 
 def drawn_sequences(sequences: Sequence[TrainingSequence], version: int, seed: int) -> list[TrainingSequence]:
-    """The completions of an evaluation that the policy scores again, in their order.
-
-    Args:
-        version: weight version that sampled them; it and the seed draw the completions.
-    """
+    """The completions of an evaluation that the policy scores again, in their order. Version and seed draw them."""
     count = min(len(sequences), max(_AT_LEAST, len(sequences) // _ONE_IN))
     drawn = np.random.default_rng((seed, version)).choice(len(sequences), count, replace=False)
     return [sequences[i] for i in np.sort(drawn)]
 
 
 def count_seen(train: Sequence[Prompt], evaluation: Sequence[Prompt], *, tell: bool) -> int:
-    """The number of evaluation prompts whose token ids and pictures are those of a training prompt.
-
-    Args:
-        tell: whether to print a warning if there are some.
-    """
+    """How many evaluation prompts have the token ids and pictures of a training prompt. `tell` prints a warning."""
     known = {_content(prompt) for prompt in train}
     seen = [prompt.prompt_id for prompt in evaluation if _content(prompt) in known]
     if seen and tell:
@@ -333,6 +291,5 @@ def _wrong_evaluation(found: str) -> ProofError:
         found,
         "the evaluation set was changed after the trainer was made, or something replaced its rows or its completions",
         "give the evaluation set as eval_dataset when the trainer is made, and let nothing replace it; "
-        "otherwise this is a defect "
-        "of Lockstep: report it",
+        "otherwise this is a defect of Lockstep: report it",
     )

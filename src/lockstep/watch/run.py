@@ -65,8 +65,6 @@ class RunWatch:
     """The proofs of one run, on one rank.
 
     Args:
-        engine: the proofs of the engine.
-        scorer: gives rollouts their rewards.
         policy: gives the policy as it is now, with what its forward needs.
         trained: gives the modules that the optimizer changes: the policy, and a critic where the method has one.
         state: gives the trainer's state; its `global_step` is the weight version.
@@ -80,8 +78,7 @@ class RunWatch:
         model_gradient: the proof of the model's own backward.
         hooks: the proof that no hook and no other function appears in the model's forward and backward.
         asked_again: the proof of scores, which asks reward functions again.
-        expected: the advantages and weights that the generation must bring into the loss; None: the method has no
-            definition.
+        expected: what the generation must bring into the loss; None: the method has no definition.
     """
 
     def __init__(
@@ -99,8 +96,7 @@ class RunWatch:
     ) -> None:
         self._objective, self._config, self._engine = objective, objective.config, engine
         self._policy, self._trained, self._state = policy, trained, state
-        self._ranks, self._clock, self._note = ranks, clock, note
-        self._settings = settings
+        self._ranks, self._clock, self._note, self._settings = ranks, clock, note, settings
         self.update: UpdateProof | None = None
         self.frozen: FrozenWeights | None = None
         self.reference_outputs = ReferenceOutputs()
@@ -109,10 +105,7 @@ class RunWatch:
             trained, self._config, ranks.rank, entropies=objective.entropy_gradient
         )
         self.asked_again = AskedAgain(
-            scorer,
-            engine.decode,
-            self._config.reward_timeout,
-            wanted=self._config.recheck_rewards,
+            scorer, engine.decode, self._config.reward_timeout, wanted=self._config.recheck_rewards
         )
         # Of the generation: what must enter the loss, from its seals and from the method's definition.
         self._generation: Generation | None = None
@@ -178,12 +171,9 @@ class RunWatch:
     ) -> None:
         own, seed = share_of(sequences, self._ranks), (self._config.seed, version)
         precision = self._config.precision
-        self._ranks.share(
-            "reference scores", lambda: check_drawn_scores(scorer, scores, own, groups, precision, seed)
-        )
-        self._ranks.share(
-            "reference outputs", lambda: self.reference_outputs.check(scorer, self.frozen, precision)
-        )
+        share, outputs = self._ranks.share, self.reference_outputs
+        share("reference scores", lambda: check_drawn_scores(scorer, scores, own, groups, precision, seed))
+        share("reference outputs", lambda: outputs.check(scorer, self.frozen, precision))
 
     def prepared(
         self, generation: Generation, scored: AllScores | None, sequences: Sequence[TrainingSequence]
@@ -214,9 +204,8 @@ class RunWatch:
     ) -> dict[str, float]:
         version, evidence = self._step, kept(scored.evidence)
         self._ranks.on_owner("evaluated rows", lambda: check_evaluated(groups, digest(), count))
-        check_rows(
-            groups, {p.prompt_id: p for p in prompts}, self._engine.decode, (self._config.seed, version)
-        )
+        rows = {p.prompt_id: p for p in prompts}
+        check_rows(groups, rows, self._engine.decode, (self._config.seed, version))
         drawn = [c for c in branches_of(groups) if str(c.key) in scored.logps and len(c.sampled_places)]
         self._ranks.on_owner(
             "evaluation",
@@ -246,10 +235,8 @@ class RunWatch:
         self._again = None
         if moved or generation.fresh_tokens != generation.sampled_tokens:
             # No other proof compares every token of this step's forward.
-            names, seed = (
-                [s.name for own in learned for s in own],
-                (config.seed, self._step, self._ranks.rank),
-            )
+            names = [s.name for own in learned for s in own]
+            seed = config.seed, self._step, self._ranks.rank
             self._again = drawn_forward(generation.completions, names, policy, config.precision, seed)
 
         def check(version: int) -> Checked:
@@ -265,7 +252,7 @@ class RunWatch:
     ) -> list[list[TrainingSequence]]:
         self._flow, self._repeated = LossGradient(self._objective), []
         if self._sampled is not None:
-            self._sampled.check_part(index, [s.name for s in sequences])
+            self._sampled.check_micro_batch(index, [s.name for s in sequences])
         part = self.model_gradient.part
         return [list(moving)] if part is None else part.split(moving)
 
@@ -312,9 +299,8 @@ class RunWatch:
         generation, evidence = self._generation, kept(total.evidence)
         assert generation is not None
         if self._config.single_update:
-            check_count(
-                evidence.difference, generation.sampled_tokens - generation.aside_tokens, generation.version
-            )
+            due = generation.sampled_tokens - generation.aside_tokens
+            check_count(evidence.difference, due, generation.version)
             self._judge(evidence, generation, self._step + 1)
             return
         # The gap of these tokens was proven, and written down, before the generation's first step.
@@ -366,14 +352,11 @@ class RunWatch:
         self, evidence: TokenEvidence, generation: Generation, step: int, *, record: bool = True
     ) -> None:
         """The gap and the draws of a whole generation, on the rank that holds the engine."""
-        self._engine.proofs.check(
-            evidence.gap, evidence.draws, evidence.kept_sets, generation, step, record=record
-        )
+        found = evidence.gap, evidence.draws, evidence.kept_sets
+        self._engine.proofs.check(*found, generation, step, record=record)
 
     def _prove_backward(self, check: Callable[[int], Checked]) -> None:
-        """Check the model's backward on every rank, log what was found, and write into the receipt what could not be
-        proven.
-        """
+        """Check the model's backward on every rank, log the result, and note in the receipt what was not proven."""
         version = self._step
         with self._clock.phase("verify"):
             found = self._ranks.share("model gradient", lambda: check(version))
@@ -382,10 +365,7 @@ class RunWatch:
             self._engine.note_unproven(version + 1, "model_gradient", why)
 
     def _on_shards(self, name: str, prove: Callable[[], None]) -> None:
-        """Prove something of this rank's shards.
-
-        An error on one rank is raised on all. Without shards all ranks prove the same.
-        """
+        """Prove something of this rank's shards. An error is raised on all ranks. Without shards all prove the same."""
         if self._ranks.passes is None:
             prove()
         else:

@@ -1,7 +1,5 @@
 """Proofs of answers: samples of a group are independent draws, and every answer ends where its request says.
 
-Checks that the samples of a group are independent draws.
-
 With one seed for all requests, all completions of a group are equal (fault A5), and the advantages are always zero.
 With equal seeds in pairs, a group has half as many completions as it seems. A very certain model may rightly repeat
 itself. So the check computes the probability of the repetition under the engine's own log-probs (in which inserted
@@ -14,8 +12,6 @@ beginning of two, is refused if its probability by the engine's own log-probs is
 Does not show: repetitions of a very confident model, which are correct; an engine that gives requests of different
 prompts the same random numbers.
 When: every generation.
-
-The ends proof: every answer ended where its request says that it ends, and for the reason that the engine gives.
 
 Proof `ends`.
 Shows: `stop` means that an end token or a stop string comes last and none came before; `length` means that the limit
@@ -45,14 +41,7 @@ _ALPHA = 1e-9
 
 
 def check_samples(groups: Iterable[Sequence[Sequence[Completion]]]) -> None:
-    """Check that no group repeats one sample although that is very improbable.
-
-    Args:
-        groups: the samples of each prompt. A sample is all branches of one rollout.
-
-    Raises:
-        ProofError: samples of a prompt are equal, all or two of them, and by their log-probs they should not be.
-    """
+    """Check that no group repeats a sample against all odds. A sample is all branches of one rollout."""
     groups = list(groups)
     evidence = 0.0
     for samples in groups:
@@ -82,12 +71,7 @@ def check_samples(groups: Iterable[Sequence[Sequence[Completion]]]) -> None:
 
 
 def _check_pairs(groups: Sequence[Sequence[Sequence[Completion]]]) -> None:
-    """Bet in each pair of a group that the second completion follows the first, and compare the mean of all pays with
-    its limit.
-
-    Raises:
-        ProofError: the mean is 1 ÷ α or more.
-    """
+    """Bet in each pair of a group that the second completion follows the first. The mean pay must be below 1 ÷ α."""
     pairs = [pair for samples in groups for pair in itertools.combinations(map(_whole, samples), 2)]
     if not pairs:
         return
@@ -98,8 +82,7 @@ def _check_pairs(groups: Sequence[Sequence[Sequence[Completion]]]) -> None:
     raise ProofError(
         "samples",
         f"the completions {one.key} and {other.key} begin with the same {_agree(one, other)} tokens; among "
-        f"{len(pairs)} pairs that "
-        f"has a chance below {_ALPHA:.0e} by their own log-probs",
+        f"{len(pairs)} pairs that has a chance below {_ALPHA:.0e} by their own log-probs",
         "the engine samples several requests with the same seed, or answers several requests with one completion",
         "give every request its own seed, and turn off anything that de-duplicates requests",
     )
@@ -119,10 +102,7 @@ def _whole(branches: Sequence[Completion]) -> _Sample:
 
 
 def log_pay(one: _Sample, other: _Sample) -> float:
-    """Logarithm of what a bet pays that puts half on the token of `one`, as long as the completions agree.
-
-    Its mean is 1.
-    """
+    """Log of the pay of a bet that puts half on the token of `one`, while the completions agree. Its mean is 1."""
     agree = _agree(one, other)
     pay = float(np.logaddexp(math.log(0.5), math.log(0.5) - other.logprobs[:agree].astype(np.float64)).sum())
     parted = agree < min(len(one.token_ids), len(other.token_ids))
@@ -143,14 +123,9 @@ class Seeds:
         self._last: dict[str, tuple[int, frozenset[int]]] = {}
 
     def check(self, seeds: Mapping[RequestKey, int], version: int) -> None:
-        """Check the seeds of a generation before it is sampled.
+        """Check, before a generation is sampled, that no requests share a seed, and no prompt has an earlier one.
 
-        Args:
-            version: number of the generation, as seeds depend on it. A generation that is sampled again has the same
-                seeds.
-
-        Raises:
-            ProofError: two requests have the same seed, or a prompt has a seed that it had at another version.
+        A generation that is sampled again has the same version and the same seeds.
         """
         owners: dict[int, RequestKey] = {}
         by_prompt: dict[str, set[int]] = {}
@@ -206,11 +181,7 @@ class Ends:
         self._end_ids, self._decode = np.array(end_ids, dtype=np.int64), decode
 
     def check(self, request: GenerationRequest, answer: Completion) -> None:
-        """Check one answer, which has at least one token.
-
-        Raises:
-            ProofError: the answer goes on after its end, or has not come to the end that its finish reason names.
-        """
+        """Check that an answer, of one token at least, ends at its end, and for the reason that it names."""
         ids, limit = answer.token_ids, request.sampling.max_tokens
         ends = np.isin(ids, self._end_ids)
         if ends[:-1].any():
@@ -235,9 +206,7 @@ class Ends:
             raise _wrong(request, f"is said to have reached its limit of {limit} tokens, and has {len(ids)}")
 
     def _texts(self, request: GenerationRequest, ids: Ids) -> Iterator[tuple[str, int]]:
-        """The text of an answer, decoded alone and after the prompt, and how much of it belongs to the first
-        `min_tokens`.
-        """
+        """The text of an answer, decoded alone and after the prompt, and how much is of the first `min_tokens`."""
         if not request.sampling.stop:
             yield "", 0
             return

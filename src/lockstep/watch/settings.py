@@ -1,7 +1,5 @@
 """Proofs of settings: the engine has those that training assumes, and all have those that the user asked for.
 
-The proof of settings: what the user has asked for is what requests, answers, rewards and the loss really have.
-
 The trainer and the engine read one config. If the config, or the code that reads it, loses a setting, both sides agree
 and no other proof sees it. So this module compares all of these with the user's fields as `definitions/sampling.py`
 reads them.
@@ -39,9 +37,7 @@ Does not show: tokens that are not drawn; a run with bad words, `min_tokens` or 
 min-p; the hidden states (the gap shows them).
 When: every micro-batch: 8 tokens, of every pack its share (64 with filters).
 
-The settings handshake: compares the engine's actual settings with the settings that training assumes.
-
-The settings come from `Engine.settings()`.
+The handshake compares the settings that training assumes with those of `Engine.settings()`.
 
 Proof `handshake`.
 Shows: the engine's *effective* model, architecture, dtype, head dtype, vocabulary, context, log-probs mode,
@@ -91,13 +87,8 @@ _ROUNDED = (0.02, 0.15)
 class SettingsProof:
     """Compares requests, answers, rewards and the loss with the user's settings.
 
-    Args:
-        wanted: what the user has asked for.
-        encode: gives the ids of a text, without special tokens.
-        banned: ids that are never sampled, whatever the user has asked for: the placeholders of pictures.
-
-    Attributes:
-        wanted, banned: the same.
+    `encode` gives the ids of a text, without special tokens. The ids in `banned`, placeholders of pictures, are never
+    sampled, whatever the user has asked for.
     """
 
     def __init__(
@@ -109,14 +100,7 @@ class SettingsProof:
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     def check_sampling(self, sampling: Sampling, who: str) -> None:
-        """Check a sampling distribution, without its length limit.
-
-        Args:
-            who: what has it, for the error.
-
-        Raises:
-            ProofError: a setting is not what the user has asked for.
-        """
+        """Check a sampling distribution, without its length limit. `who` has it, in the words of an error."""
         wanted = self.wanted
         due = {"temperature": wanted.temperature, **wanted.numbers, "stop": wanted.stop}
         due |= {"logit_bias": wanted.logit_bias, "allowed_token_ids": wanted.allowed_token_ids}
@@ -135,12 +119,7 @@ class SettingsProof:
             )
 
     def check_request(self, request: GenerationRequest) -> None:
-        """Check a request, as it waits for the engine.
-
-        Raises:
-            ProofError: a setting is not what the user has asked for, or the request may have more tokens than a
-                completion.
-        """
+        """Check the settings of a request, as it waits for the engine, and that it may not exceed a completion."""
         stop, own = request.sampling.stop, request.own_stop
         # An agent may end its turns at further strings. The run's own must all be there.
         of_run = stop[: -len(own)] if own and stop[-len(own) :] == own else stop
@@ -154,13 +133,9 @@ class SettingsProof:
     # ---- answers ----------------------------------------------------------------------------------------------------
 
     def check_completion(self, completion: Completion, context: int) -> None:
-        """Check a finished completion of one turn, perhaps interrupted.
+        """Check that a completion of one turn was not cut before the user's limit, and interrupted only as asked.
 
-        Args:
-            context: number of ids that the engine's context holds.
-
-        Raises:
-            ProofError: it was cut before the user's limit, is longer, or was not interrupted as the user has asked.
+        `context` is the number of ids that the engine's context holds.
         """
         count, wanted = len(completion.token_ids), self.wanted
         most = min(wanted.max_tokens, context - len(completion.prompt_ids))
@@ -169,8 +144,7 @@ class SettingsProof:
         ):
             raise _wrong_limit(
                 f"completion {completion.key} has {count} tokens and ended for the reason "
-                f"{completion.finish_reason!r}; the "
-                f"user's limit and the engine's context leave {most}"
+                f"{completion.finish_reason!r}; the user's limit and the engine's context leave {most}"
             )
         sampled = np.ones(count, np.bool_) if completion.sampled is None else completion.sampled
         if wanted.thinking is None:
@@ -199,16 +173,7 @@ class SettingsProof:
     # ---- rewards ----------------------------------------------------------------------------------------------------
 
     def check_reward(self, name: str, reward: float, scores: Sequence[float | None]) -> None:
-        """Check the reward of one completion.
-
-        Args:
-            name: of the completion.
-            reward: NaN: it has none.
-            scores: one per reward function.
-
-        Raises:
-            ProofError: it is not the sum of the scores with the user's weights.
-        """
+        """Check that a reward (NaN: none) is the sum of the reward functions' scores with the user's weights."""
         weights = self.wanted.reward_weights
         due = weighted_sum(list(scores), weights)
         largest = weighted_sum([None if s is None else abs(s) for s in scores], tuple(map(abs, weights)))
@@ -220,22 +185,13 @@ class SettingsProof:
                 f"{list(weights) or 'of 1'}",
                 "scores were weighted with other weights, or a missing score was taken for a number",
                 "let rewards be made by the scorer alone, and set reward_weights when the config is made; "
-                "otherwise this is a "
-                "defect of Lockstep: report it",
+                "otherwise this is a defect of Lockstep: report it",
             )
 
     # ---- the loss ---------------------------------------------------------------------------------------------------
 
     def check_logps(self, found: np.ndarray, due: np.ndarray, *, single: bool) -> None:
-        """Compare log-probs of the loss with their definition, at drawn tokens.
-
-        Args:
-            found, due: (n,) float64.
-            single: whether the output head computes in float32.
-
-        Raises:
-            ProofError: they differ.
-        """
+        """Compare (n,) float64 log-probs of the loss with their definition. `single`: the head computes in float32."""
         off = np.abs(found - due)
         mean, largest = _ROUNDED if single and rounds_products(torch.float32) else _LIMITS[single]
         if len(off) and not (off.mean() <= mean and off.max() <= largest):
@@ -243,13 +199,10 @@ class SettingsProof:
             raise ProofError(
                 "temperature",
                 f"a drawn token has the log-prob {found[at]:.5g} in the loss; the model's own logits give "
-                f"{due[at]:.5g} at the "
-                f"temperature {self.wanted.temperature:g} that the user has asked for (mean difference "
-                f"{off.mean():.2g} nats over "
-                f"{len(off)} tokens)",
-                "the trainer scores at another temperature or with other filters than the user has asked for. "
-                "If there is no "
-                "parity gap, the engine samples like this too",
+                f"{due[at]:.5g} at the temperature {self.wanted.temperature:g} that the user has asked for "
+                f"(mean difference {off.mean():.2g} nats over {len(off)} tokens)",
+                "the trainer scores at another temperature or with other filters than the user has asked "
+                "for. If there is no parity gap, the engine samples like this too",
                 _CHANGED[1],
             )
 
@@ -277,8 +230,7 @@ class ExpectedSettings:
         model_config: fields of the trained model's config (`contract/probe.py`).
         sampling: the distribution that the engine must sample from; None if any engine can.
         pictures: whether requests will have pictures, whose pixels the trainer has normalised.
-        quantization: vLLM's name of the scheme in which the engine must hold the weights in 8 bits; None: it may hold
-            none in it.
+        quantization: vLLM's name of the scheme in which the engine must hold weights in 8 bits; None: no weights.
     """
 
     model: str | None
@@ -304,9 +256,7 @@ def expected_settings(
     pictures: bool = False,
     quantization: str | None = None,
 ) -> ExpectedSettings:
-    """The settings of an engine for `model` that computes in `dtype`, and its output head in `head_dtype` (None: in
-    `dtype`).
-    """
+    """The settings of an engine for `model` that computes in `dtype`, and its output head in `head_dtype`, if given."""
     return ExpectedSettings(
         model=model_path,
         architecture=type(causal_model(model)).__name__,
@@ -357,16 +307,14 @@ def check_settings(expected: ExpectedSettings, actual: EngineSettings) -> None:
         must("structured_outputs", actual.structured_outputs, GRAMMAR_BACKEND)
     if actual.max_model_len < expected.min_model_len:
         wrong.append(
-            f"max_model_len is {actual.max_model_len} in the engine, training needs {expected.min_model_len} "
-            f"(a server: "
-            f"--max_model_len {expected.min_model_len})"
+            f"max_model_len is {actual.max_model_len} in the engine, training needs "
+            f"{expected.min_model_len} (a server: --max_model_len {expected.min_model_len})"
         )
     if wrong:
         raise ProofError(
             "handshake",
             "; ".join(wrong),
             "the engine was started with other settings, or a default of its model or version applies",
-            "remove the settings named from vllm_engine_kwargs, or from the server's command line ('lockstep "
-            "serve' sets "
-            "all of them), or give trainer and engine the same model",
+            "remove the settings named from vllm_engine_kwargs, or from the server's command line "
+            "('lockstep serve' sets all of them), or give trainer and engine the same model",
         )

@@ -93,29 +93,20 @@ def tolerance(engine: torch.dtype, trainer: torch.dtype) -> Tolerance:
 
 
 def probe_limit(engine: torch.dtype) -> float:
-    """Limit on the largest difference of a module's outputs, minus their own rounding, ÷ their rms, per engine
-    dtype.
-    """
+    """Limit on the largest difference of a module's outputs, minus their own rounding, ÷ their rms."""
     # Largest values over 500 syncs of every module: fp32 1.7e-5; bf16 2e-7, because its rounding is already
     # subtracted. TF32 on an H100: 8.6e-4.
     return 1e-4 if engine in (torch.float32, torch.float64) and not rounds_products(engine) else 0.01
 
 
 def output_rounding(engine: torch.dtype) -> float:
-    """Relative rounding of a single output.
-
-    For a very large output it can exceed the limit, which is relative to the rms.
-    """
+    """Relative rounding of a single output. If very large, it can exceed the limit, which is relative to the rms."""
     # bf16 has 8 bits of precision: half a unit is 2^-9, and some kernels round twice.
     return 2.0**-20 if engine in (torch.float32, torch.float64) else 2.0**-7
 
 
 def gradient_limit(trainer: torch.dtype) -> float:
-    """Limit on the distance of the backward's gradient from the slope of a float64 forward, in sizes of the gradient.
-
-    Args:
-        trainer: dtype in which the trainer computes its forward.
-    """
+    """Limit on the distance of the backward's gradient from a float64 forward's slope, in sizes of the gradient."""
     # Measured: fp32 3e-7 to 7e-6 on four tiny families, 4e-3 on SmolLM2-135M with text, and 0.05 once in training.
     # bf16 0.01 to 0.02, and 0.10 with almost hard attention (qwen2). Half of attention's gradient: 0.4 to 0.7.
     if trainer not in (torch.float32, torch.float64):

@@ -31,7 +31,7 @@ import torch
 from lockstep.devices import on_host
 from lockstep.errors import ProofError
 from lockstep.shards.model import first_element, is_sharded, local_part
-from lockstep.watch.elements import AccumulationProof, Drawn, check_still, read_all
+from lockstep.watch.elements import AccumulationProof, DrawnElements, check_still, read_all
 from lockstep.watch.optimizer_rules import Expected, OptimizerRule, Rates, State
 from lockstep.watch.optimizer_settings import OptimizerSettings
 
@@ -50,21 +50,17 @@ _REPORT = "otherwise this is a defect of Lockstep: report it"
 
 
 class UpdateProof:
-    """The proof of a run's optimizer steps.
+    """The proof of a run's optimizer steps. Raises `ProofError` if one half of an adapter is not trained.
 
     Args:
         trained: the parameters that require a gradient, by name. This set must not change during the run.
         frozen: the other parameters, by name.
-        settings: the settings of the optimizer.
         rates: gives the learning rates of a step.
         max_norm: the norm that gradients are clipped to; 0: they are not clipped.
         seed: draws the elements.
         always: names of trained tensors whose gradients are compared at every step.
         may_rest: names of trained tensors that may have no gradient for many steps.
         gathered: as in `AccumulationProof`, for sharded parameters.
-
-    Raises:
-        ProofError: a trained parameter is not in the optimizer, or one half of an adapter is not trained.
     """
 
     def __init__(
@@ -98,37 +94,26 @@ class UpdateProof:
         self._draw(step)
 
     def _draw(self, step: int) -> None:
-        self._drawn = Drawn.of(self._trained, (self._seed, step, 1))
+        self._drawn = DrawnElements.of(self._trained, (self._seed, step, 1))
         self._kept = self._rule.read(self._drawn)
 
     # ---- before the optimizer ---------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """Before the first backward of a step.
-
-        Args:
-            step: number of steps before this one.
-
-        Raises:
-            ProofError: a gradient is left from an earlier step, or a parameter has been frozen or freed since
-                training began.
-        """
-        trained = zip(self._names, self._trained, strict=True)
-        if changed := [n for n, p in trained if not p.requires_grad] + [
-            n for n, p in self._frozen.items() if p.requires_grad
-        ]:
+        """Before the first backward after `step` steps: no gradient is left, and no parameter was frozen or freed."""
+        parameters = dict(zip(self._names, self._trained, strict=True))
+        changed = [n for n, p in parameters.items() if not p.requires_grad]
+        if changed := changed + [n for n, p in self._frozen.items() if p.requires_grad]:
             raise ProofError(
                 "update",
                 f"requires_grad of {changed[0]} has changed since training began ({len(changed)} tensors)",
                 "a callback or the model froze or freed a parameter",
                 "set requires_grad before the trainer is made, and leave it",
             )
-        parameters = dict(zip(self._names, self._trained, strict=True))
         self._step, self._norm = step, None
         self.abandon()
-        self._accumulation = AccumulationProof(
-            parameters, self._seed, step, tuple(self._always), self._gathered
-        )
+        always = tuple(self._always)
+        self._accumulation = AccumulationProof(parameters, self._seed, step, always, self._gathered)
 
     def abandon(self) -> None:
         """Remove the hooks of a step that was not finished."""
@@ -137,27 +122,19 @@ class UpdateProof:
 
     @torch.no_grad()
     def gradients(self, share: Share, *, learning: bool) -> None:
-        """After the gradients were summed over all ranks, before they are clipped. Every rank calls this.
+        """After gradients were summed over all ranks, before they are clipped. Every rank calls.
 
-        Args:
-            share: gives every rank's value, in the order of ranks.
-            learning: whether the loss of the step has a gradient.
-
-        Raises:
-            ProofError: the gradients are not the sum of what the backward passes added, or a tensor never gets a
-                gradient.
+        The gradients must be what the backward passes added, and each tensor must get one in time. `share` gives every
+        rank's value, in the order of ranks; `learning` is whether the loss of the step has a gradient.
         """
         assert self._accumulation is not None
         self._accumulation.check(share(self._accumulation.added))
         gradients = [p.grad for p in self._trained]
         self._unclipped = self._drawn.read(gradients)
-        seen = (
-            torch.zeros(len(gradients)).index_add(0, self._drawn.owners, (self._unclipped != 0).float()) > 0
-        )
+        seen = self._of_tensors(self._unclipped != 0)
         # Ranks with parts of a tensor see other elements of it. They must add up the same tensors.
-        whole = (
-            any(self._sharded) or self._step == self._first or (self._step + self._seed) % _NORM_EVERY == 0
-        )
+        is_due = self._step == self._first or (self._step + self._seed) % _NORM_EVERY == 0
+        whole = is_due or any(self._sharded)
         read = [local_part(g) if whole or not seen[i] else None for i, g in enumerate(gradients)]
         squares = self._over_ranks([_squares(read)], share)[0]
         self._norm = math.sqrt(sum(squares)) if whole else None
@@ -167,18 +144,11 @@ class UpdateProof:
         few = {i: g for i, g in enumerate(gradients) if g is not None and squares[i] > 0 and not seen[i]}
         found = map(int, on_host([some_nonzero(local_part(gradient)) for gradient in few.values()]))
         places = {i: first_element(g) + place for (i, g), place in zip(few.items(), found, strict=True)}
-        self._sparse = Drawn.around(places, self._trained)
+        self._sparse = DrawnElements.around(places, self._trained)
         self._sparse_kept = self._rule.read(self._sparse)
 
     def clipped(self, norm: float) -> None:
-        """After the gradients were clipped.
-
-        Args:
-            norm: their norm before, as the clip computed it.
-
-        Raises:
-            ProofError: it is another than the norm of the gradients that were there before.
-        """
+        """After gradients were clipped: the norm that the clip computed is that of the gradients before."""
         if self._norm is None:
             self._norm = norm
         coarse = any(p.dtype != torch.float32 for p in self._trained)
@@ -193,19 +163,13 @@ class UpdateProof:
 
     @torch.no_grad()
     def before(self, step: int) -> None:
-        """Just before the optimizer step.
-
-        Raises:
-            ProofError: the gradients are not the clipped ones, or a learning rate is not the schedule's.
-        """
+        """Just before the optimizer step: the gradients are the clipped ones, and the learning rates the schedule's."""
         self._step_rates = self._rates.at(step)
         gradients = [p.grad for p in self._trained]
-        self._seen, self._sparse_seen = read_all(
-            [drawn.values(gradients) for drawn in (self._drawn, self._sparse)]
-        )
-        eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._trained], dtype=torch.float64)[
-            self._drawn.owners
-        ]
+        values = [drawn.values(gradients) for drawn in (self._drawn, self._sparse)]
+        self._seen, self._sparse_seen = read_all(values)
+        by_tensor = [torch.finfo(p.dtype).eps for p in self._trained]
+        eps = torch.tensor(by_tensor, dtype=torch.float64)[self._drawn.owners]
         scale = 1.0
         if self._max_norm > 0:
             if self._norm is None:
@@ -235,16 +199,10 @@ class UpdateProof:
 
     @torch.no_grad()
     def after(self, step: int, share: Share = lambda part: [part()]) -> dict[str, float]:
-        """Just after the optimizer step, before gradients are cleared and the schedule advances.
+        """Just after the optimizer step, before gradients are cleared and the schedule advances: figures to log.
 
-        Args:
-            share: gives every rank's value, in the order of ranks. With sharded parameters, every rank calls.
-
-        Returns:
-            Figures to log.
-
-        Raises:
-            ProofError: a drawn element is not what the step must make of it, or a tensor never moves.
+        Drawn elements must be what the step makes of them, and each tensor must move in time. `share` gives every
+        rank's value, in the order of ranks. With sharded parameters, every rank calls.
         """
         self._step_rates = self._rates.in_step(self._step_rates)
         found = self._rule.read(self._drawn)
@@ -260,11 +218,7 @@ class UpdateProof:
 
     @torch.no_grad()
     def check_still(self) -> None:
-        """Before a checkpoint is written: weights and the optimizer's state are as the last step left them.
-
-        Raises:
-            ProofError: a drawn element has changed.
-        """
+        """Before a checkpoint is written: weights and the optimizer's state are as the last step left them."""
         now = self._rule.read(self._drawn).elements()
         check_still(self._drawn, self._names, self._kept.elements(), now, "the last optimizer step")
 
@@ -287,7 +241,7 @@ class UpdateProof:
             for k, own in enumerate(values)
         ]
 
-    def _compare(self, drawn: Drawn, kept: State, gradients: torch.Tensor, found: State) -> None:
+    def _compare(self, drawn: DrawnElements, kept: State, gradients: torch.Tensor, found: State) -> None:
         expected = self._rule.expected(kept, gradients, drawn, self._step_rates)
         if expected is None:
             return
@@ -303,16 +257,15 @@ class UpdateProof:
             raise ProofError(
                 "update",
                 f"after step {due.steps[at]:g} the optimizer keeps the moments {got.first[at]:.4g} and "
-                f"{got.second[at]:.4g} "
-                f"(step {got.steps[at]:g}) of an element of {self._name(drawn, at)}; {due.first[at]:.4g} and "
-                f"{due.second[at]:.4g} are right",
+                f"{got.second[at]:.4g} (step {got.steps[at]:g}) of an element of {self._name(drawn, at)}; "
+                f"{due.first[at]:.4g} and {due.second[at]:.4g} are right",
                 "the optimizer's state was lost, reset, or belongs to another step",
                 "resume from a checkpoint with its optimizer.pt, and let nothing change optimizer.state; "
                 + _REPORT,
             )
 
     def _wrong_values(
-        self, drawn: Drawn, kept: State, found: State, expected: Expected, wrong: torch.Tensor
+        self, drawn: DrawnElements, kept: State, found: State, expected: Expected, wrong: torch.Tensor
     ) -> ProofError:
         due, made = expected.state.values - kept.values, found.values - kept.values
         excess = ((made - due).abs() - expected.slack).nan_to_num(torch.inf)
@@ -347,13 +300,7 @@ class UpdateProof:
 
     def _check_moved(self, found: State) -> None:
         """Count the steps in which no drawn element of a tensor moved, though it had a gradient and a learning rate."""
-        count = len(self._names)
-
-        def of_tensors(flags: torch.Tensor) -> list[bool]:
-            return (torch.zeros(count).index_add(0, self._drawn.owners, flags.float()) > 0).tolist()
-
-        due = of_tensors(self._seen != 0)
-        moved = of_tensors(found.values != self._kept.values)
+        due, moved = self._of_tensors(self._seen != 0), self._of_tensors(found.values != self._kept.values)
         for i, name in enumerate(self._names):
             idle = due[i] and not moved[i] and self._step_rates[self._rule.group_of[i]] > 0
             self._stuck[i] = self._stuck[i] + 1 if idle else (0 if moved[i] else self._stuck[i])
@@ -374,17 +321,13 @@ class UpdateProof:
 
     def _figures(self, found: State, share: Share) -> dict[str, float]:
         """Sizes over all trained tensors, estimated from the drawn elements."""
-        change, sizes = (
-            found.values - self._kept.values,
-            torch.tensor([float(p.numel()) for p in self._trained]),
-        )
+        change = found.values - self._kept.values
+        sizes = torch.tensor([float(p.numel()) for p in self._trained])
         counts = torch.bincount(self._drawn.owners, minlength=len(sizes)).clamp(min=1).double()
 
         def totals(values: torch.Tensor) -> list[float]:
-            means = (
-                torch.zeros(len(sizes), dtype=torch.float64).index_add(0, self._drawn.owners, values) / counts
-            )
-            return (means * sizes).tolist()
+            sums = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, self._drawn.owners, values)
+            return (sums / counts * sizes).tolist()
 
         drawn = [totals(v) for v in (change.square(), self._kept.values.square(), (change != 0).double())]
         squares, weights, moved = (sum(own) for own in self._over_ranks(drawn, share))
@@ -394,7 +337,12 @@ class UpdateProof:
             "update/moved_share": moved / float(sizes.sum()),
         }
 
-    def _name(self, drawn: Drawn, element: int) -> str:
+    def _of_tensors(self, flags: torch.Tensor) -> list[bool]:
+        """Whether a flag of a drawn element is set, per tensor."""
+        counts = torch.zeros(len(self._names)).index_add(0, self._drawn.owners, flags.float())
+        return (counts > 0).tolist()
+
+    def _name(self, drawn: DrawnElements, element: int) -> str:
         return self._names[int(drawn.owners[element])]
 
 
@@ -450,6 +398,5 @@ def _cause(ratio: float) -> str:
             return cause
     return (
         "the optimizer used another learning rate, other moments or another gradient, or the weights were "
-        "changed or rounded "
-        "beside the step"
+        "changed or rounded beside the step"
     )
