@@ -6,6 +6,7 @@ Only the same method resumes its run.
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,16 @@ def test_a_command_runs_its_method_to_summary_and_report_and_goes_on_after_an_in
     assert main([command, "--config", config(home, untied_dir, **fields)]) == 0, capsys.readouterr().err
     assert "going on from" in capsys.readouterr().out
     assert curve(home / "run") == curve(home / "whole")
+
+
+def test_a_model_is_evaluated_on_problems_that_are_made_and_nothing_is_written(
+    untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"evaluate --model_name_or_path {untied_dir} --dataset_name arithmetic --eval_size 2"
+    fields = f"--use_vllm False --use_cpu --max_completion_length 4 --output_dir {tmp_path / 'run'}"
+    assert main([*words.split(), *fields.split()]) == 0
+    said = capsys.readouterr().out
+    assert re.search(
+        r"held-out reward [\d.]+ ± [\d.]+ .*2 problems, .* gap proven on 100% of the tokens", said
+    )
+    assert not (tmp_path / "run").exists()

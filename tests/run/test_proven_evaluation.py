@@ -18,7 +18,7 @@ from portions import portion
 from transformers import EarlyStoppingCallback
 
 from lockstep.contract.protocol import Completion, Engine, RequestKey
-from lockstep.errors import ProofError
+from lockstep.errors import InputError, ProofError
 from lockstep.extras.verify.logprob_checks import Unwatched
 from lockstep.learn.generation import sequences_of
 from lockstep.learn.update import StepSums, learn
@@ -117,6 +117,13 @@ def test_its_loss_is_that_of_one_step_however_many_completions_there_are(make: M
     # Equal rewards have no advantage, so the divergence is all of the loss.
     assert metrics["eval_loss"] == pytest.approx(0.3 * metrics["eval_kl"], rel=1e-5)
     assert metrics["eval_kl"] > 1e-4
+
+
+def test_a_best_metric_that_no_evaluation_has_is_one_sentence_after_the_first_one(make: Make) -> None:
+    fields = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    run = make(load_best_model_at_end=True, metric_for_best_model="rewrad", max_steps=2, **fields)
+    with pytest.raises(InputError, match="'rewrad' is no metric of the evaluation; did you mean 'reward'"):
+        run.evaluate()
 
 
 def test_a_loss_ends_a_run_early_and_chooses_the_best_checkpoint(make: Make) -> None:

@@ -25,7 +25,7 @@ from lockstep.tasks.builtin import (
     reasoning_gym_problems,
     right_call,
 )
-from lockstep.tasks.data import TaskData, load_data
+from lockstep.tasks.data import MADE, TaskData, load_data
 from lockstep.tasks.rewards import exact_match, load_reward
 
 
@@ -373,6 +373,20 @@ def test_every_run_gets_a_reward_file_anew_and_as_it_is_by_then(tmp_path: Path) 
     for factor in (2.0, 2.0, 3.0):
         file.write_text(_WITH_A_DATACLASS.format(factor=factor))
         assert load_reward(f"{file}:scaled")(completions=["a"]) == [factor]
+
+
+def test_a_reward_file_imports_the_modules_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "beside_this_reward.py").write_text("scale = 3.0\n", encoding="utf-8")
+    file = tmp_path / "mine.py"
+    text = "import beside_this_reward as b\ndef f(completions, **_): return [b.scale for _ in completions]\n"
+    file.write_text(text, encoding="utf-8")
+    assert load_reward(f"{file}:f")(completions=["a"]) == [3.0]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_problems_that_are_made_have_a_number(name: str) -> None:
+    with pytest.raises(InputError, match=f"{name} makes its problems: set train_size"):
+        load(name, subset="larger")
 
 
 def test_a_reward_file_hides_no_installed_module_and_no_other_reward_file(tmp_path: Path) -> None:

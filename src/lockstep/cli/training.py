@@ -266,9 +266,13 @@ def _evaluated(arguments: AdaptedRunArguments, config: Any) -> dict[str, float]:
 
         from lockstep import GRPOTrainer
         from lockstep.cli.fields import data_of
+        from lockstep.tasks.data import MADE
         from lockstep.tasks.rewards import load_reward, names_model
 
     modules: dict[Any, Any] = {}
+    if arguments.dataset_name in MADE and not arguments.train_size:
+        # A trainer has a row to train on, also if it does not train.
+        arguments.train_size = 1
     with busy(f"loading the data {arguments.dataset_name}"):
         data = data_of(arguments)
     rewards = [n if names_model(n) else load_reward(n, modules) for n in arguments.reward_funcs or ()]

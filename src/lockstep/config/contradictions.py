@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -285,15 +285,19 @@ _OF_A_MODEL = ("galore", "apollo", "lomo", "adalomo")
 def check_optimizer(config: OnlineConfig) -> None:
     """Make the optimizer of a single number, so that what is wrong with it is known before a model is loaded.
 
-    DeepSpeed makes its own, and a few look at the model: those are made later.
+    DeepSpeed makes its own. A few look at the model and are made later: here only their package is looked for.
 
     Raises:
         InputError: it cannot be made.
     """
     name, given = value_of(config.optim), config.optim_args
-    if config.zero is not None or name.startswith(_OF_A_MODEL):
+    if config.zero is not None:
         return
     try:
+        if name.startswith(_OF_A_MODEL):
+            with suppress(ValueError, AttributeError):
+                Trainer.get_optimizer_cls_and_kwargs(config)
+            return
         made, settings = Trainer.get_optimizer_cls_and_kwargs(config)
         made([torch.nn.Parameter(torch.zeros(1))], **settings)
         if given and config.process_index == 0:

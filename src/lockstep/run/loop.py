@@ -128,7 +128,6 @@ class TrainingLoop:
         self.generation = self._step = None
         groups = self.rollout(prompts, self.config.group_size, self._generations_ahead())
         self.watch.taken(groups, prompts, number)
-
         self.objective.epoch = int(self.state().epoch or 0)
         generation, scored, sequences = self.preparation.generation(self.policy(), groups, version)
         self.generation = generation
@@ -142,8 +141,7 @@ class TrainingLoop:
     def policy_logps(self) -> Scores:
         """The policy's log-probs of the current generation before its first step, by name of the branch.
 
-        If no pass has scored the generation before its first step, those of branches that another rank has learned
-        from, or that were left aside, are missing.
+        Those of branches that no pass of this rank has scored are missing.
         """
         if self.generation is None:
             return {}
@@ -188,9 +186,8 @@ class TrainingLoop:
     ) -> Iterator[RolloutGroup]:
         """`rollout` of many prompts, a part of so many completions at a time, as an evaluation needs it."""
         size = max(completions // num_generations, 1)
-        parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        for part in parts:
-            yield from self.rollout(part, num_generations)
+        for start in range(0, len(prompts), size):
+            yield from self.rollout(prompts[start : start + size], num_generations)
 
     # ---- one optimizer step: learn, log ------------------------------------------------------------------------------
 

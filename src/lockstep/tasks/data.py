@@ -36,6 +36,10 @@ class TaskData:
     rewards: tuple[Reward, ...] = ()
 
 
+# The tasks that make their problems, so that their rows have no number of their own.
+MADE = ("arithmetic", "calculator", "dots", "reasoning_gym")
+
+
 def load_data(
     name: str,
     *,
@@ -64,8 +68,10 @@ def load_data(
     Raises:
         InputError: there is no data of that name, its format cannot be read, or it has too few rows.
     """
-    if name in ("arithmetic", "calculator", "dots", "reasoning_gym") and test_split is not None:
+    if name in MADE and test_split is not None:
         raise InputError(f"{name} has no splits; drop dataset_test_split and set eval_size")
+    if name in MADE and train_size == 0:
+        raise InputError(f"{name} makes its problems: set train_size, the number of problems to train on")
     if types and not _is_csv(name, train_split):
         raise InputError("dataset_types is for CSV files: other data has types of its own; leave it out")
     if name == "arithmetic":

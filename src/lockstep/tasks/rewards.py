@@ -258,6 +258,9 @@ def _from_file(path: Path, kind: str, modules: Modules | None) -> Any:
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickle search the module of a class in sys.modules.
     sys.modules[name] = module
+    # Modules beside the file are found as a script finds them, but last: no local file hides an installed package.
+    if (beside := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(beside)
     try:
         # The loader is not used, because it may run cached bytecode of an older text of this file.
         exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)

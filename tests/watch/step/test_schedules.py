@@ -189,6 +189,7 @@ def test_a_schedule_that_cannot_be_made_is_a_sentence(tmp_path: Path, name: str)
         ),
         ({"optim_args": "momentum=-1"}, "cannot be used: ValueError: Invalid momentum"),
         ({"optim_args": "momentum"}, "cannot be used: ValueError: not enough values"),
+        ({"optim": "galore_adamw"}, "optim=galore_adamw cannot be used: ImportError: .*galore_torch"),
     ],
 )
 def test_an_optimizer_that_cannot_be_made_is_refused_before_a_model_is_loaded(

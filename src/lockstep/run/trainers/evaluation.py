@@ -6,6 +6,7 @@ scored groups, the method's loss on them, and the figures of their proof.
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -133,7 +134,20 @@ class EvaluatesBySampling(TRLNames):
             self.log(dict(named))
             self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
             found |= named
+        if eval_dataset is None and metric_key_prefix == SINGLE:
+            self._check_best_metric(found)
         return found
+
+    def _check_best_metric(self, found: Mapping[str, float]) -> None:
+        asked = self.args.metric_for_best_model
+        if asked is None or asked in found or f"{SINGLE}_{asked}" in found:
+            return
+        known = ", ".join(name.removeprefix(f"{SINGLE}_") for name in found if "/" not in name)
+        near = difflib.get_close_matches(asked, [name.removeprefix(f"{SINGLE}_") for name in found], 1)
+        raise InputError(
+            f"metric_for_best_model={asked!r} is no metric of the evaluation; "
+            + (f"did you mean {near[0]!r}?" if near else f"there are {known}, and others")
+        )
 
     def predict(
         self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test"
