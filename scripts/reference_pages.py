@@ -143,7 +143,7 @@ def _field_row(name: str, by_command: dict[str, dict[str, Any]], commands: list[
     used = "" if len(by_command) == len(commands) else f" [{own}]"
     does = entries[0]["help"].replace("<", "&lt;").replace("\n", " ")
     if conditions := entries[0].get("only_with"):
-        does += f" No effect {without_effect(conditions)}."
+        does += f" {without_effect(conditions)}"
     return _wrapped(f"- `{name}` ({kind}{shown}): {does}{used}")
 
 

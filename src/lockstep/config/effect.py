@@ -216,5 +216,8 @@ def say_without_effect(
 
 
 def without_effect(conditions: Collection[str]) -> str:
-    """Where a field has no effect, for a reader of the reference."""
-    return " or ".join((CONDITIONS | OF_A_RUN)[name].without for name in conditions)
+    """What a field needs to have an effect, or where it has none, for a reader of the reference."""
+    found = [(CONDITIONS | OF_A_RUN)[name].without for name in conditions]
+    if all(each.startswith("without ") for each in found):
+        return f"Needs {' and '.join(each.removeprefix('without ') for each in found)}."
+    return f"No effect {' or '.join(found)}."
