@@ -34,7 +34,7 @@ if shutil.which("nvidia-smi") is None:
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "run")]
+sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parent / room) for room in ("run", "learn"))]
 # The package `benchmarks` is not part of what is installed.
 sys.path.append(str(Path(__file__).parents[1]))
 

@@ -411,7 +411,7 @@ def begin() -> Any:
     sys.path[:0] = [
         str(tests),
         str(tests / "run"),
-        str(tests / "sync"),
+        str(tests / "weights"),
         str(tests / "engines"),
         str(tests.parent),
     ]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.devices import on_host
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.learn.token_logps import DrawSums, KeptSets, _parts
+from lockstep.learn.token_logps import DrawSums, KeptSets, _needed_rows
 from lockstep.tokens.arrays import KeptIds
 from lockstep.watch import update
 from lockstep.watch.modules import ModuleProbe
@@ -84,7 +84,7 @@ def of_filters() -> dict[str, Any]:
     sampled = np.array([own[0] for own in sets])
     counts = {}
     for device in ("cpu", "cuda"):
-        counts[device] = len(list(_parts(KeptSets.of(ids, sampled, torch.device(device)), _IDS)))
+        counts[device] = len(list(_needed_rows(KeptSets.of(ids, sampled, torch.device(device)), _IDS)))
     return counts
 
 
