@@ -131,7 +131,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     from lockstep.watch.advantages import AdvantageProof
     from lockstep.watch.custody import Record
     from lockstep.watch.draws import DrawEvidence
-    from lockstep.watch.elements import AccumulationProof, Drawn
+    from lockstep.watch.elements import AccumulationProof, DrawnElements
     from lockstep.watch.evidence import DrawnRows
     from lockstep.watch.finite_differences import Added
     from lockstep.watch.forward import HeldHooks, PlainForward
@@ -180,7 +180,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("settings", SettingsProof, ("check_request", "check_completion", "check_reward")),
         ("accumulation", AccumulationProof, ("__init__", "added", "check")),
         # The work of the hooks during the backward.
-        ("accumulation", Drawn, ("of_tensor",)),
+        ("accumulation", DrawnElements, ("of_tensor",)),
         ("clipping", UpdateProof, ("clipped", "before")),
         ("learning_rate", Rates, ("at",)),
         ("update", UpdateProof, ("begin_step", "gradients", "after")),

@@ -136,7 +136,7 @@ def test_a_handler_that_something_has_replaced_is_put_back_and_a_signal_still_st
     assert caught.value.exit_code == 143
     assert end(tmp_path) == {**end(tmp_path), "ended": "interrupted", "signal": "SIGTERM", "step": 2}
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
-    assert "ignored had replaced the handler of SIGTERM" in caplog.text
+    assert "reward function reward changed handlers of signals" in caplog.text
 
 
 def test_a_field_whose_callback_replaces_our_handler_is_refused(tmp_path: Path) -> None:

@@ -99,7 +99,9 @@ def _curves(run: dict[str, Any]) -> list[dict[str, Any]]:
     """The logs of a run without the figures of its proofs: they have the rounding of other packs, or shards lack the
     proof.
     """
-    return [{n: v for n, v in log.items() if not n.startswith(("watch/", "checked/"))} for log in run["logs"]]
+    return [
+        {n: v for n, v in log.items() if not n.startswith(("parity/", "checked/"))} for log in run["logs"]
+    ]
 
 
 @pytest.mark.parametrize("case", portion([*METHODS, *OTHERS, *ADAPTED], lambda case: case not in OTHERS))

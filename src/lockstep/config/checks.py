@@ -98,13 +98,6 @@ _SAID = {
     "list": "a list",
     "dict": "a mapping",
 }
-# What these fields take beside the types with which transformers, or TRL's users, declare them.
-_WIDER = {
-    "fsdp": {"bool", "list"},
-    "scale_rewards": {"bool"},
-    "bf16": {"NoneType"},
-    "beta": {"float"},
-}
 
 
 @functools.cache
@@ -113,9 +106,9 @@ def _kinds(config_class: type) -> dict[str, frozenset[str]]:
 
     The parser of transformers changes `Field.type`, so that it is not used here.
     """
-    hints, found = get_type_hints(config_class), {}
+    hints, said, found = get_type_hints(config_class), options_of(config_class), {}
     for field in fields(config_class):
-        kinds = set(_members(hints[field.name])) | _WIDER.get(field.name, set())
+        kinds = {*_members(hints[field.name]), *said[field.name].get("also", ())}
         # The parser of transformers gives None for what the command line leaves out.
         if field.default is None or len(kinds) > 1:
             kinds.add("NoneType")

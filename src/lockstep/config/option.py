@@ -116,6 +116,7 @@ class Said(TypedDict, total=False):
         bounds: the numbers that it may have.
         bookkeeping: what it decides, if it may change when a run goes on. Otherwise it is part of the run's identity.
         mapping: whether a text is read as JSON.
+        also: names of types that it takes beside its declared one.
     """
 
     group: Group
@@ -123,6 +124,7 @@ class Said(TypedDict, total=False):
     bounds: Bounds
     bookkeeping: Bookkeeping
     mapping: bool
+    also: tuple[str, ...]
 
 
 class About(dict[str, Any]):

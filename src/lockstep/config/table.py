@@ -108,7 +108,7 @@ INHERITED: dict[str, About] = {
     "log_level_replica": about(bookkeeping=Bookkeeping.LOGS, only_with="processes"),
     "torch_empty_cache_steps": about(bookkeeping=Bookkeeping.MEMORY),
     "deepspeed": about(bookkeeping=Bookkeeping.MEMORY),
-    "fsdp": about(bookkeeping=Bookkeeping.MEMORY),
+    "fsdp": about(bookkeeping=Bookkeeping.MEMORY, also=("bool", "list")),
     "fsdp_config": about(bookkeeping=Bookkeeping.MEMORY, only_with="fsdp"),
     "use_cpu": about(bookkeeping=Bookkeeping.DEVICE),
     "accelerator_config": about(bookkeeping=Bookkeeping.OBJECT),

@@ -66,7 +66,7 @@ _TAKEN = (
 )
 _TAKEN_FAMILIES = (
     *(
-        "watch/",
+        "parity/",
         "time/",
         "engine/",
         "completions/",

@@ -277,9 +277,9 @@ def _picture_rows(count: int, draw: random.Random) -> Dataset:
         rows.append({"prompt": prompt, "image": _picture(counts, draw), "answer": str(answer)})
     parts_of_message = List({"type": Value("string"), "text": Value("string")})
     messages = List({"role": Value("string"), "content": parts_of_message})
-    # Without rows there would be nothing to see the columns by.
+    # Without rows there is nothing to see the columns by.
     features = Features({"prompt": messages, "image": Image(), "answer": Value("string")})
-    return Dataset.from_list(rows, features)
+    return Dataset.from_dict({name: [row[name] for row in rows] for name in features}, features)
 
 
 def _color_question(color: str) -> str:

@@ -17,7 +17,7 @@ from datasets.exceptions import DatasetsError
 
 from lockstep.errors import InputError
 from lockstep.private_caches import expanded
-from lockstep.tasks.builtin import arithmetic, calculator, dots
+from lockstep.tasks.builtin import arithmetic, calculator, dots, reasoning_gym_problems
 from lockstep.tasks.files import broken_line, column_types, data_files, opened, read_csv, reader_of
 from lockstep.tasks.rewards import Reward, exact_match
 
@@ -70,26 +70,12 @@ def load_data(
     """
     if name in MADE and test_split is not None:
         raise InputError(f"{name} has no splits; drop dataset_test_split and set eval_size")
-    if name in MADE and train_size == 0:
-        raise InputError(f"{name} makes its problems: set train_size, the number of problems to train on")
     if types and not _is_csv(name, train_split):
         raise InputError("dataset_types is for CSV files: other data has types of its own; leave it out")
-    if name == "arithmetic":
-        train, held_out = arithmetic(subset or "larger", train_size, eval_size, seed)
-        return TaskData(train, held_out if eval_size else None, (exact_match,))
-    if name == "calculator":
-        train, held_out = calculator(train_size, eval_size, seed)
-        return TaskData(train, held_out if eval_size else None, (exact_match,))
-    if name == "dots":
-        train, held_out = dots(train_size, eval_size, seed)
-        return TaskData(train, held_out if eval_size else None, (exact_match,))
-    if name == "reasoning_gym":
-        if subset is None:
-            raise InputError("dataset_name reasoning_gym needs dataset_config, such as letter_counting")
-        # Its import takes as long as all others here together.
-        from lockstep.tasks.builtin import reasoning_gym_problems
-
-        train, held_out, score = reasoning_gym_problems(subset, train_size, eval_size, seed)
+    if name in MADE:
+        train, held_out, score = _made(name, subset, max(train_size, 1), eval_size, seed)
+        if train_size == 0:
+            raise InputError(f"{name} makes its problems: set train_size, the number to train on")
         return TaskData(train, held_out if eval_size else None, (score,))
     train = _load_split(name, subset, train_split, types)
     if test_split is not None:
@@ -103,6 +89,19 @@ def load_data(
         )
     parts = train.train_test_split(test_size=eval_size, seed=seed)
     return TaskData(_limited(parts["train"], train_size), parts["test"])
+
+
+def _made(
+    name: str, subset: str | None, train_size: int, eval_size: int, seed: int
+) -> tuple[Dataset, Dataset, Reward]:
+    if name == "arithmetic":
+        return *arithmetic(subset or "larger", train_size, eval_size, seed), exact_match
+    if name != "reasoning_gym":
+        make = calculator if name == "calculator" else dots
+        return *make(train_size, eval_size, seed), exact_match
+    if subset is None:
+        raise InputError("dataset_name reasoning_gym needs dataset_config, such as letter_counting")
+    return reasoning_gym_problems(subset, train_size, eval_size, seed)
 
 
 def _is_csv(name: str, split: str) -> bool:

@@ -94,7 +94,7 @@ def test_every_pack_of_what_was_sampled_passes(packing: str) -> None:
         for budget in (1, 24, 10_000):
             enter(proof, sequences, packing, budget)
         check_aside(proof, sequences)
-        proof.check_part(0, [s.name for s in sequences])
+        proof.check_micro_batch(0, [s.name for s in sequences])
 
 
 def shifted(s: TrainingSequence) -> TrainingSequence:
@@ -169,8 +169,8 @@ def test_a_micro_batch_learns_from_its_own_completions_once() -> None:
     assert [len(part) for part in parts] == [7, 8]
     for wrong in (parts[1], parts[0][:-1], [*parts[0][:-1], parts[0][0]], [*parts[0], parts[1][0]]):
         with pytest.raises(ProofError, match="micro-batch 0 learns from"):
-            proof.check_part(0, wrong)
-    proof.check_part(0, parts[0][::-1])
+            proof.check_micro_batch(0, wrong)
+    proof.check_micro_batch(0, parts[0][::-1])
     stranger = replace(scored(made)[0], name="p9#0")
     with pytest.raises(ProofError, match="p9#0 enters the loss and was not sampled"):
         check_aside(proof, [stranger])

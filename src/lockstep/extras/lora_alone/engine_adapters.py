@@ -20,7 +20,7 @@ from lockstep.engines.vllm.start import WorkerProcesses, of_all
 from lockstep.weights.wire.transport import WeightTransport
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
+    from lockstep.engines.vllm.port.lora import LoRARequest
 
 
 class WorkerCalls(Protocol):
@@ -120,9 +120,7 @@ class AdaptersInProcess:
         self._call(drop_adapters, names)
 
     def load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
-        from vllm.lora.request import LoRARequest
-
-        from lockstep.engines.vllm.port.lora import PATH, keep_adapter
+        from lockstep.engines.vllm.port.lora import PATH, LoRARequest, keep_adapter
 
         self._pushes += 1
         name = adapter_name(version, self._pushes)

@@ -115,6 +115,7 @@ class GRPOConfig(GroupConfig):
         "group",
         "`group`, `batch`, `advantages` (ScaleRL's) or `none`.",
         group="method",
+        also=("bool",),
         only_with="summed_rewards",
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(

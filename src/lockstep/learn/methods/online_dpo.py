@@ -55,6 +55,7 @@ class OnlineDPOConfig(OnlineConfig):
         group="method",
         common=True,
         bounds=Bounds(0),
+        also=("float",),
     )
     loss_type: PreferenceLossType = option("sigmoid", "DPO's loss, or IPO's.", group="method", common=True)
     vllm_gpu_memory_utilization: float = option(0.55, "Share of a GPU's memory for vLLM.")
