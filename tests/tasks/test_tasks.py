@@ -15,6 +15,7 @@ from datasets import Dataset, DatasetDict
 from lockstep.cli.fields import factory_names
 from lockstep.errors import InputError
 from lockstep.rollouts.programs.environments import end_process, in_process
+from lockstep.tasks import MADE
 from lockstep.tasks.builtin import (
     KINDS,
     SeveralTries,
@@ -25,7 +26,7 @@ from lockstep.tasks.builtin import (
     reasoning_gym_problems,
     right_call,
 )
-from lockstep.tasks.data import MADE, TaskData, load_data
+from lockstep.tasks.data import TaskData, load_data
 from lockstep.tasks.rewards import exact_match, load_reward
 
 

@@ -266,7 +266,7 @@ def _evaluated(arguments: AdaptedRunArguments, config: Any) -> dict[str, float]:
 
         from lockstep import GRPOTrainer
         from lockstep.cli.fields import data_of
-        from lockstep.tasks.data import MADE
+        from lockstep.tasks import MADE
         from lockstep.tasks.rewards import load_reward, names_model
 
     modules: dict[Any, Any] = {}

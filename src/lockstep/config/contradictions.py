@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, get_scheduler
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from lockstep.config.option import value_of
 from lockstep.engines.vllm.arguments import check_quantization, check_user_arguments
 from lockstep.errors import InputError, one_line
 from lockstep.model_files import build_empty
@@ -141,11 +142,6 @@ def _recomputed(given: Mapping[str, Any]) -> None:
         raise TypeError(f"use_reentrant is {given['use_reentrant']!r}, and must be true or false")
     number = torch.ones(1, requires_grad=True)
     checkpoint(torch.exp, number, **{"use_reentrant": False, **given}).sum().backward()
-
-
-def value_of(field: object) -> str:
-    """The text of a field that may be a member of an enumeration."""
-    return str(getattr(field, "value", field))
 
 
 def check_staleness(config: OnlineConfig) -> None:

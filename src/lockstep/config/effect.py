@@ -12,9 +12,11 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+from lockstep.config.option import value_of
 from lockstep.config.table import with_key
 from lockstep.errors import InputError
 from lockstep.private_caches import expanded
+from lockstep.tasks import MADE
 
 _logger = logging.getLogger(__name__)
 
@@ -42,16 +44,12 @@ class Condition(NamedTuple):
     remedy: str | None = None
 
 
-def _text(value: Any) -> str:
-    return str(getattr(value, "value", value))
-
-
 def _is(name: str, *values: str) -> Callable[[Any], bool]:
-    return lambda c: _text(getattr(c, name)) in values
+    return lambda c: value_of(getattr(c, name)) in values
 
 
 def _is_not(name: str, *values: str) -> Callable[[Any], bool]:
-    return lambda c: _text(getattr(c, name)) not in values
+    return lambda c: value_of(getattr(c, name)) not in values
 
 
 def _loss(*names: str) -> Callable[[Any], bool]:
@@ -67,11 +65,6 @@ def _tracks(*names: str) -> Callable[[Any], bool]:
     return holds
 
 
-def _follows_metric(config: Any) -> bool:
-    by_metric = _text(config.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy")
-    return bool(config.load_best_model_at_end) or by_metric or _text(config.save_strategy) == "best"
-
-
 def _has_subsets(arguments: Any) -> bool:
     """A file has no subsets, and neither have two of the built-in problems."""
     name = arguments.dataset_name or ""
@@ -79,7 +72,7 @@ def _has_subsets(arguments: Any) -> bool:
 
 
 def _is_made(arguments: Any) -> bool:
-    return arguments.dataset_name in ("arithmetic", "calculator", "dots", "reasoning_gym")
+    return arguments.dataset_name in MADE
 
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -109,7 +102,7 @@ CONDITIONS = {
     "printing": Condition("without log_completions", lambda c: c.log_completions),
     "low_head": Condition(
         "with float32 on both sides (bf16, engine_dtype)",
-        lambda c: c.bf16 or _text(c.engine_dtype) == "bfloat16",
+        lambda c: c.bf16 or value_of(c.engine_dtype) == "bfloat16",
     ),
     "clip": Condition(f"without loss_type {', '.join(_CLIPPED)}", _loss(*_CLIPPED)),
     "upper_clip": Condition(
@@ -132,7 +125,7 @@ CONDITIONS = {
     "eps": Condition("with this optim", lambda c: c.optimizer_takes("eps")),
     "projection": Condition(
         "without an optim that projects (galore, apollo)",
-        lambda c: any(word in _text(c.optim) for word in ("galore", "apollo")),
+        lambda c: any(word in value_of(c.optim) for word in ("galore", "apollo")),
     ),
     "log_steps": Condition("without logging_strategy=steps", _is("logging_strategy", "steps")),
     "evaluation": Condition("without eval_strategy", _is_not("eval_strategy", "no")),
@@ -143,7 +136,8 @@ CONDITIONS = {
     ),
     "save_steps": Condition("without save_strategy=steps", _is("save_strategy", "steps")),
     "metric": Condition(
-        "without load_best_model_at_end, save_strategy=best or a schedule by metric", _follows_metric
+        "without load_best_model_at_end, save_strategy=best or a schedule by metric",
+        lambda c: c.follows_metric,
     ),
     "hub": Condition("without push_to_hub", lambda c: c.push_to_hub),
     "trackers": Condition("without report_to", _tracks()),
@@ -177,7 +171,7 @@ def set_fields(given: Any) -> list[str]:
         if field.default_factory is not dataclasses.MISSING:
             usual = field.default_factory()
         value = getattr(given, field.name, usual)
-        if field.init and value not in (None, [], {}, "") and _text(value) != _text(usual):
+        if field.init and value not in (None, [], {}, "") and value_of(value) != value_of(usual):
             found.append(field.name)
     return found
 

@@ -152,7 +152,7 @@ def about(
         text: its line in `--help`; None: as it is declared.
         only: the only value that is supported, and why others are refused.
         no_effect: the value that the rest of the code sees, and why any other has no effect here.
-        only_with: names of the conditions (`config/effect.py`) without which it has no effect.
+        only_with: names of the `CONDITIONS` without which it has no effect.
     """
     conditions = ((only_with,) if isinstance(only_with, str) else only_with) or None
     given = {"help": text, "only": only, "no_effect": no_effect, "only_with": conditions}
@@ -177,7 +177,7 @@ def option(
         text: the field's line in `--help`.
         only: why the default is the only value that is supported.
         no_effect: why a value other than the default has no effect.
-        only_with: names of the conditions (`config/effect.py`) without which it has no effect.
+        only_with: names of the `CONDITIONS` without which it has no effect.
     """
     found = about(
         text,
@@ -189,6 +189,11 @@ def option(
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=found)
     return dataclasses.field(default=default, metadata=found)
+
+
+def value_of(field: object) -> str:
+    """The text of a field that may be a member of an enumeration."""
+    return str(getattr(field, "value", field))
 
 
 def refuse_other_value(name: str, given: Any, only: tuple[Any, str]) -> None:

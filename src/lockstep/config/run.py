@@ -38,7 +38,6 @@ from lockstep.config.contradictions import (
     check_schedule,
     check_staleness,
     complete_schedule,
-    value_of,
 )
 from lockstep.config.effect import say_without_effect, set_fields
 from lockstep.config.fields import (
@@ -57,7 +56,7 @@ from lockstep.config.launcher import (
     take_launcher,
     use_one_gpu,
 )
-from lockstep.config.option import CONTEXT, COUNT, SECONDS, SHARE, Bookkeeping, Bounds, option
+from lockstep.config.option import CONTEXT, COUNT, SECONDS, SHARE, Bookkeeping, Bounds, option, value_of
 from lockstep.config.sampling import FilterFields, InterruptionFields
 from lockstep.config.table import with_key
 from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, check_adapters, usual_sequences
@@ -353,10 +352,7 @@ class OnlineConfig(
             self.fsdp_config = json.loads(self.fsdp_config)  # type: ignore[has-type]
         named = set_fields(self)
         dropped = self.drop_what_has_no_effect()
-        by_metric = (
-            self.load_best_model_at_end or self.saves_best or value_of(self.lr_scheduler_type) in BY_METRIC
-        )
-        if by_metric and self.metric_for_best_model is None:  # type: ignore[has-type]
+        if self.follows_metric and self.metric_for_best_model is None:  # type: ignore[has-type]
             # transformers would take the evaluation's loss. The loss of a policy on what it has just sampled says
             # little.
             self.metric_for_best_model = "reward"
@@ -438,6 +434,12 @@ class OnlineConfig(
     def saves_best(self) -> bool:
         """Whether a checkpoint is written after an evaluation that is better than all before, and only then."""
         return value_of(self.save_strategy) == "best"
+
+    @property
+    def follows_metric(self) -> bool:
+        """Whether a metric of the evaluations decides which model is the best, or the learning rate."""
+        by_metric = value_of(self.lr_scheduler_type) in BY_METRIC
+        return bool(self.load_best_model_at_end) or self.saves_best or by_metric
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -558,7 +560,7 @@ class OnlineConfig(
                 raise InputError(
                     f"{name}={getattr(self, name)!r} is not supported with several processes; leave it out"
                 )
-        optimizer = str(getattr(self.optim, "value", self.optim))
+        optimizer = value_of(self.optim)
         if "layerwise" in optimizer or optimizer.startswith(("lomo", "adalomo", "schedule_free")):
             raise InputError(
                 f"optim={optimizer} steps inside the backward pass, before the proof; it is not supported"

@@ -17,6 +17,7 @@ from datasets.exceptions import DatasetsError
 
 from lockstep.errors import InputError
 from lockstep.private_caches import expanded
+from lockstep.tasks import MADE
 from lockstep.tasks.builtin import arithmetic, calculator, dots, reasoning_gym_problems
 from lockstep.tasks.files import broken_line, column_types, data_files, opened, read_csv, reader_of
 from lockstep.tasks.rewards import Reward, exact_match
@@ -34,10 +35,6 @@ class TaskData:
     train: Dataset
     evaluation: Dataset | None
     rewards: tuple[Reward, ...] = ()
-
-
-# The tasks that make their problems, so that their rows have no number of their own.
-MADE = ("arithmetic", "calculator", "dots", "reasoning_gym")
 
 
 def load_data(

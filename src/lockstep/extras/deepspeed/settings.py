@@ -15,6 +15,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lockstep.config.option import value_of
 from lockstep.errors import InputError
 from lockstep.private_caches import expanded
 from lockstep.shards.settings import switch_off, switched_on
@@ -133,7 +134,7 @@ class ZeroSettings:
             InputError: a value differs from the run's own. The error names both.
         """
         micro, steps = fields.per_device_train_batch_size, fields.gradient_accumulation_steps
-        optimizer = str(getattr(fields.optim, "value", fields.optim))
+        optimizer = value_of(fields.optim)
         for name, due, field in (
             ("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size"),
             ("gradient_accumulation_steps", steps, "gradient_accumulation_steps"),
