@@ -13,9 +13,8 @@ When: every micro-batch, before its loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -128,7 +127,7 @@ class AdvantageProof:
         self, groups: Sequence[Sequence[float | None]], slack: float = _LOOSE
     ) -> dict[str, tuple[list[float], float]]:
         """One advantage per completion, repeated for each of its tokens."""
-        pairs = zip(chain(*self._groups), chain(*groups), strict=True)
+        pairs = _paired(self._groups, groups)
         return {c.name: ([0.0 if a is None else a] * c.length, slack * (1 + abs(a or 0.0))) for c, a in pairs}
 
     def _grpo(self) -> dict[str, tuple[list[float], float]]:
@@ -178,8 +177,7 @@ class AdvantageProof:
         made = [define.leave_one_out(own) for own in groups]
         if settings.normalize_advantages:
             kept = [define.has_comparison(own) for own in groups]
-            pairs = zip(chain(*made), chain(*kept), strict=True)
-            rows = iter(define.whitened([a if k else None for a, k in pairs]))
+            rows = iter(define.whitened([a if k else None for a, k in _paired(made, kept)]))
             made = [[next(rows) for _ in own] for own in made]
         return self._spread(made)
 
@@ -289,6 +287,12 @@ class AdvantageProof:
 def _varies(rewards: Sequence[float | None]) -> bool:
     """Whether at least two of the rewards that are there differ."""
     return len(set(define.scored(rewards))) > 1
+
+
+def _paired(left: Sequence[Sequence[Any]], right: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, Any]]:
+    """The entries of two lists of groups, of which each group has as many as its counterpart."""
+    for ours, theirs in zip(left, right, strict=True):
+        yield from zip(ours, theirs, strict=True)
 
 
 def _wrong(found: str) -> ProofError:
