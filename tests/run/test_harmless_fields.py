@@ -48,6 +48,16 @@ def test_a_field_without_an_effect_is_neutral_afterwards_and_says_so(
     assert "no effect" not in capsys.readouterr().err
 
 
+def test_a_field_that_was_changed_after_the_config_was_made_is_checked_when_training_begins(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    run = make("GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, "max_steps": 1})
+    run.config.log_completions = "false"
+    with pytest.raises(InputError, match="log_completions='false'; it must be true or false"):
+        run.train()
+    assert run.state.global_step == 0
+
+
 @pytest.mark.parametrize("method", ["GRPO", "RLOO"])
 def test_dropout_may_stay_on_only_where_there_is_none(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, method: str
