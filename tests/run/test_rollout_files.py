@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset, load_dataset
@@ -303,3 +305,13 @@ def test_a_damaged_or_missing_file_is_one_clear_error(tmp_path: Path) -> None:
         list(read_rollouts(tmp_path))
     with pytest.raises(InputError, match="no rollouts of step 7; it has those of 1 steps, 2 to 2"):
         list(read_rollouts(tmp_path, [7]))
+
+
+@pytest.mark.parametrize("prompt", ["0", "false", '["a"]', "{}"])
+def test_a_prompt_that_is_no_prompt_is_one_clear_error(tmp_path: Path, prompt: str) -> None:
+    path = keep_rollouts(tmp_path, conversation(), {}, {"sampling": {}}, 1.0)
+    table = pq.read_table(path)
+    changed = pa.array([prompt] * len(table), table["prompt"].type)
+    pq.write_table(table.set_column(table.column_names.index("prompt"), "prompt", changed), path)
+    with pytest.raises(InputError, match=r"is not a file of rollouts that this version can read .*prompt is"):
+        list(read_file(path))

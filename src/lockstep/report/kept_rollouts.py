@@ -207,8 +207,8 @@ def read_file(path: Path) -> Iterator[KeptRollout]:
             plain = {name: table[name].to_pylist() for name in table.column_names if name not in PER_TOKEN}
             for name, kind in JSON_COLUMNS.items():
                 plain[name] = [None if text is None else json.loads(text) for text in plain[name]]
-                if wrong := next((value for value in plain[name] if kind(value) is not None), None):
-                    raise TypeError(f"{name} is {str(wrong)[:40]}")
+                if wrong := [value for value in plain[name] if kind(value) is not None]:
+                    raise TypeError(f"{name} is {str(wrong[0])[:40]}")
         except (
             pa.ArrowException,
             LookupError,

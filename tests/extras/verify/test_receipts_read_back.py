@@ -99,6 +99,17 @@ def test_a_run_is_explained(run_dir: Path, capsys: pytest.CaptureFixture[str]) -
     assert "canary gap mean" in out
 
 
+def test_a_damaged_line_of_the_metrics_is_left_out_of_an_explanation(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run_dir, folder)
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 5, "parity/gap_semantics": "large"}\n[1]}\n')
+    assert main(["verify", "--explain", str(folder)]) == 0
+    assert "semantics 0.0e+00" in capsys.readouterr().out
+
+
 def test_a_broken_receipt_is_not_explained(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from lockstep.report.page.run_record import (
     closest,
     judged_means,
     largest_gaps,
+    read_run,
     steps_alone,
     waiting_tokens,
 )
@@ -119,15 +119,7 @@ def _canaries(steps: list[Line]) -> list[str]:
 
 def _parts(folder: Path) -> list[str]:
     """Means of the gap's decomposition, from the columns in the metrics; empty if the run did not write them."""
-    path = folder / "metrics.jsonl"
-    # A kill may have cut the last line short. It is ignored.
-    lines = (
-        [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-        if path.is_file()
-        else []
-    )
-    logged = [json.loads(line) for line in lines]
-    logged = [line for line in logged if f"parity/gap_{_PARTS[0]}" in line]
+    logged = [line for line in read_run(folder).metrics if f"parity/gap_{_PARTS[0]}" in line]
     if not logged:
         return []
     means = {part: sum(line[f"parity/gap_{part}"] for line in logged) / len(logged) for part in _PARTS}
