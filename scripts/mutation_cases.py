@@ -3908,8 +3908,8 @@ MUTATIONS = [
     ),
     Mutation(
         "self-test: a proof that stops because of the fault before has not caught the next one",
-        "    if errors:\n        raise LockstepError(",
-        "    if False:\n        raise LockstepError(",
+        '    if errors:\n        found = f"the engine cannot be restored',
+        '    if False:\n        found = f"the engine cannot be restored',
         "tests/faults/test_injected_faults.py::test_what_a_fault_leaves_is_not_taken_for_the_catch_of_the_next_one",
     ),
     Mutation(
