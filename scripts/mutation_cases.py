@@ -2461,8 +2461,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the page shows the mean of a single step beside the limit",
-        "judged = judged_means(steps, figure)",
-        "judged = judged_means([], figure)",
+        "judged = run_record.judged_means(steps, figure)",
+        "judged = run_record.judged_means([], figure)",
         PAGE,
     ),
     Mutation(
@@ -3770,8 +3770,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a section of DeepSpeed that nobody knows is taken",
-        "odd = [name for name in found if name not in known]",
-        "odd = [name for name in found if not name]",
+        "return [prefix + name for name in section if name not in known]",
+        "return [prefix + name for name in section if not name]",
         ZERO_SETTINGS,
     ),
     Mutation(
@@ -3981,8 +3981,8 @@ MUTATIONS = [
     ),
     Mutation(
         "texts: the step of a run is no markup",
-        '            line["step"],\n',
-        '            Html(line["step"]),\n',
+        'is_open, line["step"], failed',
+        'is_open, Html(line["step"]), failed',
         "tests/report/test_page.py::test_the_step_of_a_strangers_run_is_no_markup",
     ),
     Mutation(

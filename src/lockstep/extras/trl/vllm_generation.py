@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -201,9 +202,8 @@ class LockstepGeneration:
 
         Returns:
             For each prompt of this rank, in order: the prompt's ids as the engine used them (P,); the completion's
-                ids (C,);
-            log-probs (C, 1) under the sampling distribution, in nats; the token ids of these log-probs (C, 1). The
-            last two are None if `logprobs` is None.
+            ids (C,); log-probs (C, 1) under the sampling distribution, in nats; the token ids of these log-probs
+            (C, 1). The last two are None if `logprobs` is None.
 
         Raises:
             InputError: on every rank; a prompt is not a list of token ids, is empty or fills the context, or its
@@ -218,12 +218,10 @@ class LockstepGeneration:
             raise InputError(_TOOL_LOOP)
         with profiler or nullcontext():
             self._calls += 1
-            completions, self.version = self._ranks.call(
-                "generate", lambda: self._pictures.part(prompts, images), self._sample
-            )
-        prompt_ids, token_ids, logprobs = (
-            [c[part].tolist() for c in completions] for part in ("prompt", "tokens", "logprobs")
-        )
+            own = partial(self._pictures.part, prompts, images)
+            completions, self.version = self._ranks.call("generate", own, self._sample)
+        parts = ("prompt", "tokens", "logprobs")
+        prompt_ids, token_ids, logprobs = ([c[part].tolist() for c in completions] for part in parts)
         self._answered = [[*asked, *ids] for asked, ids in zip(prompts, token_ids, strict=True) if ids]
         if self._logprobs is None:
             return prompt_ids, token_ids, None, None
@@ -278,9 +276,8 @@ class LockstepGeneration:
         if ranks > 1 and vllm_installed():
             check_beside_ranks(ranks, workers, "tensor_parallel_size", "mode")
         context = given["max_model_length"] or context_within(self.model, None)
-        check_positions(
-            causal_model(self.model).config.get_text_config(), context, by_capacity=vllm_installed()
-        )
+        text_config = causal_model(self.model).config.get_text_config()
+        check_positions(text_config, context, by_capacity=vllm_installed())
         # TRL counts the sequences of all ranks that share an engine, which are `workers` ranks there.
         sequences = -(-given["max_num_seqs"] // workers) if given["max_num_seqs"] else usual_sequences()
         return start_here(
@@ -319,10 +316,7 @@ class LockstepGeneration:
 
 
 def _goes_on(prompts: Sequence[Any], answered: Sequence[list[int]]) -> bool:
-    """Whether the first prompt begins with a prompt and the completion that answered it.
-
-    In TRL's tool loop all of them do.
-    """
+    """Whether the first prompt begins with an earlier prompt and its completion, as all do in TRL's tool loop."""
     first = list(prompts[0]) if prompts and isinstance(prompts[0], Sequence) else []
     return any(first[: len(ids)] == ids for ids in answered)
 
