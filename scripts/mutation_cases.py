@@ -610,8 +610,8 @@ MUTATIONS = [
     ),
     Mutation(
         "environments get the server's key",
-        "        if name != KEY_VARIABLE\n",
-        "",
+        "for name, value in whole.items() if name != KEY_VARIABLE",
+        "for name, value in whole.items()",
         "tests/server/test_child_environment.py",
     ),
     Mutation(

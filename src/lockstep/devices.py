@@ -25,10 +25,7 @@ def sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors on the host, in their shapes and dtypes, without gradients.
-
-    Those of one dtype are copied together.
-    """
+    """The tensors on the host, with their shapes and dtypes, without gradients. Equal dtypes are copied together."""
     held: dict[int, torch.Tensor] = {i: t.detach() for i, t in enumerate(tensors) if t.device.type == "cpu"}
     away = [i for i in range(len(tensors)) if i not in held]
     for dtype in {tensors[i].dtype for i in away}:
@@ -47,12 +44,7 @@ _NONE_VISIBLE = ("", "-1", "none", "void", "nodevfiles")
 
 
 def unused_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """The GPUs of this machine, by the names of their files, if PyTorch uses none of them and the user has not hidden
-    them.
-
-    Args:
-        devices: the folder in which NVIDIA's driver has a file per GPU.
-    """
+    """The GPUs for which NVIDIA's driver has files, if PyTorch uses none of them and the user has not hidden them."""
     if torch.cuda.is_available() or environment.get(_VISIBLE, "0").strip().lower() in _NONE_VISIBLE:
         return []
     return sorted(path.name for path in devices.glob("nvidia[0-9]*"))
@@ -61,12 +53,8 @@ def unused_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) ->
 def check_driver(environment: Mapping[str, str], instead: str, devices: Path = Path("/dev")) -> None:
     """Check that a PyTorch that is built for CUDA can use the GPUs of this machine, unless the user has hidden them.
 
-    Args:
-        instead: what to do to go on without a GPU, as a part of a sentence.
-        devices: as in `unused_gpus`.
-
-    Raises:
-        InputError: it cannot, most often because the driver is too old. The error has the driver's own words.
+    If it cannot, most often because the driver is too old, the error has the driver's own words, and says what to do
+    to go on without a GPU (`instead`).
     """
     if torch.version.cuda is None or not (gpus := unused_gpus(environment, devices)):
         return
@@ -77,10 +65,8 @@ def check_driver(environment: Mapping[str, str], instead: str, devices: Path = P
         trouble = told(error)
     raise InputError(
         f"this machine has NVIDIA GPUs ({', '.join(gpus)}), and PyTorch {torch.__version__} cannot use them: "
-        f"{trouble}. Install "
-        f"a driver for CUDA {torch.version.cuda}, or a PyTorch for the driver, and see that {_VISIBLE} names "
-        f"GPUs that exist; "
-        f"{instead}"
+        f"{trouble}. Install a driver for CUDA {torch.version.cuda}, or a PyTorch for the driver, and see that "
+        f"{_VISIBLE} names GPUs that exist; {instead}"
     )
 
 
@@ -135,10 +121,8 @@ Written = dict[torch.device, torch.cuda.Event]
 
 def written_so_far(tensors: Iterable[torch.Tensor]) -> Written:
     """What this thread's streams have been given to do so far, by GPU of these tensors; nothing for a CPU."""
-    return {
-        device: torch.cuda.current_stream(device).record_event()
-        for device in {t.device for t in tensors if t.is_cuda}
-    }
+    gpus = {tensor.device for tensor in tensors if tensor.is_cuda}
+    return {device: torch.cuda.current_stream(device).record_event() for device in gpus}
 
 
 def read_after(written: Written, read: Callable[[torch.Tensor], _T], tensor: torch.Tensor) -> _T:

@@ -1,8 +1,7 @@
-"""rich's console for panels, tables and lines of a run: texts cannot steer the terminal, and a terminal that is gone
-ends nothing.
+"""rich's console for panels, tables and lines of a run. Texts cannot steer it; a terminal that is gone ends nothing.
 
-The linter forbids rich's own `Console` elsewhere. A write that fails, because the reader of a pipe is gone or a disk
-is full, is dropped: a run that trains must not end because of its lines.
+A write that fails, because the reader of a pipe is gone or a disk is full, is dropped: a run that trains must not end
+because of its lines.
 """
 
 from __future__ import annotations
@@ -35,14 +34,7 @@ class Terminal(Console):
         if isinstance(renderable, str):
             renderable = visible(renderable)
         elif isinstance(renderable, Text) and (plain := visible(renderable.plain)) != renderable.plain:
-            renderable = Text(
-                plain,
-                renderable.style,
-                justify=renderable.justify,
-                overflow=renderable.overflow,
-                no_wrap=renderable.no_wrap,
-                end=renderable.end,
-            )
+            renderable = renderable.blank_copy(plain)
         for segment in super().render(renderable, options):
             # Segments with controls are rich's own, such as those that move the cursor of a live panel.
             text = segment.text if segment.control else visible(segment.text)
