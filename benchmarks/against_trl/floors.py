@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config.run import has_fast_bf16
+from lockstep.devices import has_fast_bf16
 
 # The 135M model: the weights that multiply every token, and those that multiply only a predicting token.
 _TRUNK, _HEAD = 106_168_320, 28_311_552

@@ -30,7 +30,7 @@ from lockstep.config.option import (
 )
 from lockstep.config.table import with_key
 from lockstep.engines.servers.calls import check_urls, server_urls, urls_of_file
-from lockstep.engines.vllm.port.engine import SleepLevel
+from lockstep.engines.vllm.arguments import SleepLevel
 from lockstep.errors import InputError
 from lockstep.images.prompts import PictureLimits
 from lockstep.images.urls import ImageUrls

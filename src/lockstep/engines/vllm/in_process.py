@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
+from lockstep.contract.adapters import NoAdapters
 from lockstep.contract.inbox import (
     Inbox,
     answer_all,
@@ -37,6 +38,7 @@ from lockstep.contract.protocol import Completion, EngineSettings, GenerationReq
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.servers.messages import agreed_answers
 from lockstep.engines.vllm.arguments import (
+    SleepLevel,
     check_adapters,
     check_quantization,
     check_user_arguments,
@@ -47,7 +49,6 @@ from lockstep.engines.vllm.arguments import (
 from lockstep.engines.vllm.environment import close_at_exit
 from lockstep.engines.vllm.port.engine import (
     Sleep,
-    SleepLevel,
     effective_settings,
     end_steps,
     has_open_update,
@@ -149,7 +150,8 @@ class VLLMInProcess:
                 if self.is_split:
                     self._resources.callback(close_at_exit(self.close))
                 self.sleeping = Sleep(self._llm, self.call, sleep_level)
-                self.adapters = load(ADAPTERS["in_process"])(self)
+                has_lora = (engine_kwargs or {}).get("enable_lora")
+                self.adapters = load(ADAPTERS["in_process"])(self) if has_lora else NoAdapters()
                 # A kernel that does not support the model's shapes raises an error only when it first runs.
                 self._run({"trial": ([0, 0], scoring_params())})
         except LockstepError as error:
