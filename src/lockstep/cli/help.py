@@ -1,5 +1,4 @@
-"""The fields of a command without torch: their names, types and help, config files, recipes, and the parser of light
-commands.
+"""The fields of a command without torch: names, types and help, config files, recipes, the parser of light commands.
 
 The fields of a command, read without importing torch. Checks their names and types, and makes the text of `--help`.
 
@@ -265,8 +264,7 @@ def _check_value(path: str, name: Any, value: Any) -> None:
 
 
 class _Fields(yaml.SafeLoader):
-    """YAML without repeated keys, of which the last would win in silence, and without aliases, which can grow without
-    bound.
+    """YAML without repeated keys, of which the last would silently win, and without aliases, which grow without bound.
 
     Only `true` and `false` are booleans. YAML 1.1 also reads yes, no, on and off as such, which are choices and texts
     of fields. In the mapping of a field, such as `lr_scheduler_kwargs`, 1e-7 is a number, as it is in YAML 1.2 and in

@@ -1,5 +1,4 @@
-"""Commands on runs that have ended: compare them, page through their rollouts, make their report again, and what to
-do next.
+"""Commands on runs that have ended: compare, page through rollouts, make a report again, say what to do next.
 
 `lockstep compare RUN RUN …`: the settings in which runs differ, what they reached, and their curves, side by side.
 

@@ -490,9 +490,7 @@ class OnlineConfig(
 
     @property
     def single_update(self) -> bool:
-        """Whether each generation is used for exactly one optimizer step, so that the policy does not change while it
-        is used.
-        """
+        """Whether each generation serves exactly one optimizer step, so that the policy does not change in between."""
         return self.optimizer_steps_per_generation == 1
 
     @property

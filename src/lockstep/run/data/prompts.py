@@ -269,9 +269,7 @@ def _tell_guarded(prompts: Sequence[Prompt], template: Template | None) -> None:
 
 
 def tell_added(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Warn of prompts that are text and begin with two begin tokens, or end with an end token that their text has
-    not.
-    """
+    """Warn of text prompts that begin with two begin tokens, or end with an end token that their text has not."""
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     written = str(tokenizer.eos_token or "")
     texts = [p for p in prompts if isinstance(p.source, str)]
@@ -402,9 +400,7 @@ def check_dispatch(train: Any, evaluation: Any, config: OnlineConfig) -> None:
 
 
 def read_sets(given: Any) -> Any:
-    """What the user gave as `eval_dataset`, with streams read to their end: a dataset, a mapping of datasets by name,
-    or None.
-    """
+    """What the user gave as `eval_dataset`, with streams read to their end: a dataset, datasets by name, or None."""
     if isinstance(given, Mapping):
         return {name: read_sets(data) for name, data in given.items()}
     given = as_rows(given)
@@ -600,17 +596,13 @@ class PromptOrder:
 
 
 class GenerationBatches:
-    """Batch sampler: the same prompts for every micro-step of a generation, then the next generation's.
+    """Batch sampler: the same prompts for each of the `parts` micro-steps of a generation, then the next generation's.
 
     An epoch has as many generations as the whole dataset fills, even if prompts are left out. It ends early if too few
     prompts are left.
     """
 
     def __init__(self, order: PromptOrder, parts: int) -> None:
-        """
-        Args:
-            parts: micro-steps per generation.
-        """
         self._order, self._parts, self._epoch = order, parts, 0
 
     def set_epoch(self, epoch: int) -> None:

@@ -416,8 +416,6 @@ def record_pictures(worker: Any) -> None:
 
 
 def recorded_digests(worker: Any, digests: Sequence[str]) -> dict[str, str | None]:
-    """For each digest in a request, the digest of the tensors that the worker has encoded for it; None: it has
-    encoded none.
-    """
+    """For each digest in a request, that of the tensors that the worker has encoded for it; None: it encoded none."""
     recorder = getattr(worker.model_runner, "lockstep_pictures", None)
     return {digest: None if recorder is None else recorder.digests.get(digest) for digest in digests}
