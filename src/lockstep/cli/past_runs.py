@@ -43,8 +43,8 @@ from lockstep.report.page.run_record import (
     read_evaluation,
     read_run,
 )
-from lockstep.report.sparkline import sparkline
 from lockstep.safe_text import complain, is_secret_name, masked, say, without_secrets
+from lockstep.terminal import sparkline
 
 # The curves, by metric, with their names.
 CURVES = {

@@ -23,9 +23,8 @@ from transformers import TrainerCallback
 
 from lockstep.progress import Heartbeat, StatusLine, clock, open_waits
 from lockstep.report.page.drawing import number
-from lockstep.report.sparkline import sparkline
 from lockstep.safe_text import visible
-from lockstep.terminal import Terminal
+from lockstep.terminal import Terminal, sparkline
 
 _WIDEST = 100
 # A gap above this share of its limit is shown in yellow.
