@@ -370,7 +370,7 @@ class AgentFields:
 
 @dataclass
 class LogFields:
-    """Fields of `OnlineConfig` about logs, and about rollouts that are printed, tracked, shown in the report or kept."""
+    """Fields of `OnlineConfig` about logs, and about rollouts that are printed, tracked, shown in a report or kept."""
 
     logging_steps: float = option(
         10,
