@@ -524,7 +524,7 @@ MUTATIONS = [
     Mutation("a call comes twice", "and self._calls[nonce].take(int(call)) else None", "else None", GREETING),
     Mutation(
         "the body of a call is not compared",
-        "if body is not None and body_mark(body) == mark:",
+        "if body is not None and calls.body_mark(body) == mark:",
         "if body is not None:",
         GREETING,
     ),
@@ -1439,7 +1439,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a process trains on all GPUs that it sees",
-        "        use_one_gpu(self)\n",
+        "        launcher.use_one_gpu(self)\n",
         "",
         "tests/run/test_device.py::test_one_process_on_a_machine_with_several_gpus_uses_one_and_says_which",
     ),
@@ -3375,7 +3375,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a coroutine that sets a signal is told of another cause",
-        "    if is_coroutine_function(function):\n        return (",
+        "    if threads.is_coroutine_function(function):\n        return (",
         "    if False:\n        return (",
         "tests/rollouts/test_rewards.py::test_where_math_verify_cannot_set_its_time_limit_the_setting_is_named",
     ),
@@ -4023,14 +4023,14 @@ MUTATIONS = [
     ),
     Mutation(
         "an optimizer that cannot be made is refused before a model is loaded",
-        "        check_optimizer(self)\n",
+        "        contradictions.check_optimizer(self)\n",
         "",
         "tests/watch/step/test_schedules.py::"
         "test_an_optimizer_that_cannot_be_made_is_refused_before_a_model_is_loaded",
     ),
     Mutation(
         "what a launcher asks for beside the config is taken or refused",
-        "        take_launcher(self, os.environ)\n",
+        "        launcher.take_launcher(self, os.environ)\n",
         "",
         "tests/run/test_launcher.py",
     ),

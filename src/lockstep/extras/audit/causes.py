@@ -26,7 +26,7 @@ _TOP_P, _TOP_K, _MIN_P = (0.5, 0.8, 0.9, 0.95, 0.99), (5, 10, 20, 50, 100), (0.0
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """An explanation: what differs (`tokens`, `weights`, `log-probs`), a sentence, what to do, and the mean |g| left."""
+    """An explanation: what differs (`tokens`, `weights`, `log-probs`), a sentence, what to do, and mean |g| left."""
 
     about: str
     says: str

@@ -27,18 +27,9 @@ from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.engines.vllm.arguments import usual_sequences
 from lockstep.engines.vllm.start import vllm_installed
 from lockstep.errors import InputError
+from lockstep.extras.trl import trl_inputs
 from lockstep.extras.trl.proven_engine import ProvenEngine
-from lockstep.extras.trl.trl_inputs import (
-    Shown,
-    TrlPictures,
-    check_model,
-    check_parameters,
-    engine_dtype_for,
-    sampled_from,
-    tokenizer_of,
-    urls_of,
-    warn_of_other_scores,
-)
+from lockstep.extras.trl.trl_inputs import Shown, TrlPictures
 from lockstep.models.adapters import causal_model
 from lockstep.models.arithmetic import Precision
 from lockstep.models.resolve import resolve_model
@@ -154,13 +145,13 @@ class LockstepGeneration:
         self._ranks = Ranks(limit=_LONGEST_CALL * server_timeout)
 
         def check() -> None:
-            check_parameters(given)
-            check_model(model, accelerator, processing_class)
-            sampled_from(given)
+            trl_inputs.check_parameters(given)
+            trl_inputs.check_model(model, accelerator, processing_class)
+            trl_inputs.sampled_from(given)
             self._pictures = TrlPictures(model, processing_class)
 
         described = self._ranks.call("start", check, lambda parts: [self._start(given)] * len(parts))
-        self._sampling = sampled_from(given).sampling
+        self._sampling = trl_inputs.sampled_from(given).sampling
         # TRL's trainers read these attributes of their engine.
         config = SimpleNamespace(max_model_len=described["max_model_len"])
         self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
@@ -237,12 +228,12 @@ class LockstepGeneration:
 
     def _start(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Start the engine or connect to it. Returns the settings that TRL's trainers read."""
-        sampled = sampled_from(given)
+        sampled = trl_inputs.sampled_from(given)
         path = resolve_model(causal_model(self.model).config.name_or_path)
-        tokenizer = guard_tokenizer(tokenizer_of(self.processing_class))
+        tokenizer = guard_tokenizer(trl_inputs.tokenizer_of(self.processing_class))
         fit_vocabulary(causal_model(self.model), tokenizer)
-        dtype = engine_dtype_for(given["engine_dtype"], self.model, self.accelerator)
-        warn_of_other_scores(sampled.sampling)
+        dtype = trl_inputs.engine_dtype_for(given["engine_dtype"], self.model, self.accelerator)
+        trl_inputs.warn_of_other_scores(sampled.sampling)
         seed = torch.initial_seed() if sampled.seed is None else sampled.seed
         engine = given["engine"]
         if engine is None:
@@ -265,7 +256,7 @@ class LockstepGeneration:
     def _engine(self, given: Mapping[str, Any], path: str, dtype: torch.dtype, seed: int) -> Engine:
         if self.mode == "server":
             return connect(
-                urls_of(given),
+                trl_inputs.urls_of(given),
                 key_file=given["server_key_file"],
                 timeout=given["server_timeout"],
                 transport=given["weight_transport"],
@@ -282,7 +273,7 @@ class LockstepGeneration:
         sequences = -(-given["max_num_seqs"] // workers) if given["max_num_seqs"] else usual_sequences()
         return start_here(
             path,
-            tokenizer_of(self.processing_class),
+            trl_inputs.tokenizer_of(self.processing_class),
             use_vllm=None,
             use_cpu=self.accelerator.device.type == "cpu",
             vllm_arguments={
