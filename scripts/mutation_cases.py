@@ -1,5 +1,4 @@
-"""The faults of `scripts/mutations.py`: each one breaks one place of the source, and names the tests that must then
-fail.
+"""The faults of `scripts/mutations.py`: each breaks one place of the source, and names the tests that must fail.
 
 A case has a text whose exact form matters. If the line changes, the case must change. The text must stand exactly
 once in `src/lockstep`, or in the function that the case names. No case names a file of the source: a file can move.

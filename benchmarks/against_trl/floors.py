@@ -25,9 +25,7 @@ _WEIGHTS = _TRUNK + _HEAD + 35_136
 
 
 def measure_machine() -> dict[str, Any]:
-    """Operations per second of a large matrix product, and bytes per second to and from memory: the best of several
-    tries.
-    """
+    """Operations per second of a large matrix product, bytes per second to and from memory: the best of several."""
     return {
         "name": cpu_name(),
         "cores": os.cpu_count(),

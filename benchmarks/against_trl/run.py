@@ -1,5 +1,4 @@
-"""Compare a whole training step of Lockstep with TRL's on the same work, in turn, and measure how Lockstep's step
-grows.
+"""Compare a whole training step of Lockstep with TRL's on the same work, in turn, and how Lockstep's step grows.
 
     make bench                                         (two cores: some hours; quiet machine)
     make bench ARGS="--parts short learning-short"     (ten minutes)

@@ -1,5 +1,4 @@
-"""Measure whether a training step is slower after the trainer has waited: steps of workload `short`, a wait, and
-steps again.
+"""Measure whether a step is slower after the trainer has waited: steps of workload `short`, a wait, steps again.
 
     make waiting                                        (ten minutes, on a quiet machine)
     make waiting ARGS="--wait 30 --memory kept"

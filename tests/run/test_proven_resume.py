@@ -1,6 +1,4 @@
-"""A run goes on only with the state, the data, the rewards and the settings with which it stopped, or says what has
-changed.
-"""
+"""A run goes on only with the state, data, rewards and settings of its stop, or says what has changed."""
 
 from __future__ import annotations
 
