@@ -76,9 +76,7 @@ def main() -> None:
 
 @torch.no_grad()
 def states(rows: int) -> tuple[Any, torch.Tensor, int, torch.Tensor, torch.Tensor]:
-    """The model, its completions, their start, and for each sampled token the hidden state (rows, width) and logits
-    (rows, V).
-    """
+    """The model, its completions, their start; per sampled token, hidden state (rows, width), logits (rows, V)."""
     path = resolve_model("smollm2-135m-instruct")
     model, tokenizer = (
         load_files(AutoModelForCausalLM, path, dtype=torch.float32),
