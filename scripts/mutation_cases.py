@@ -1438,7 +1438,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a process trains on all GPUs that it sees",
-        "        launcher.use_one_gpu(self)\n",
+        "        use_one_gpu(self)\n",
         "",
         "tests/run/test_device.py::test_one_process_on_a_machine_with_several_gpus_uses_one_and_says_which",
     ),
@@ -4022,14 +4022,14 @@ MUTATIONS = [
     ),
     Mutation(
         "an optimizer that cannot be made is refused before a model is loaded",
-        "        contradictions.check_optimizer(self)\n",
+        "        check_optimizer(self)\n",
         "",
         "tests/watch/step/test_schedules.py::"
         "test_an_optimizer_that_cannot_be_made_is_refused_before_a_model_is_loaded",
     ),
     Mutation(
         "what a launcher asks for beside the config is taken or refused",
-        "        launcher.take_launcher(self, os.environ)\n",
+        "        take_launcher(self, os.environ)\n",
         "",
         "tests/run/test_launcher.py",
     ),

@@ -123,7 +123,7 @@ def test_the_output_of_a_dry_run_is_yaml_alone_also_where_loading_takes_long(
         time.sleep(1.5)
         return build(*given)
 
-    monkeypatch.setattr(loading.fields, "build", slow)
+    monkeypatch.setattr(loading, "build", slow)
     monkeypatch.setattr(waits, "FIRST", 0.1)
     assert main(["grpo", "--seed", "3", "--dry_run"]) == 0
     said = capfd.readouterr()

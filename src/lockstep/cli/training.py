@@ -20,8 +20,22 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lockstep
-from lockstep.cli import fields
-from lockstep.cli.fields import AdaptedRunArguments, Arguments, Given, RunArguments
+from lockstep.cli.fields import (
+    AdaptedRunArguments,
+    Arguments,
+    Given,
+    RunArguments,
+    adapter_arguments,
+    build,
+    check_effect,
+    check_inputs,
+    check_sizes,
+    factory_names,
+    read,
+    resolved,
+    said_of,
+    settings_of,
+)
 from lockstep.cli.output import LibraryLog, libraries_aside, quiet_libraries
 from lockstep.cli.past_runs import next_lines
 from lockstep.cli.process import run_to_its_end
@@ -49,12 +63,12 @@ def load_config(
     """
     with busy("loading PyTorch and transformers"), collector_off():
         quiet_libraries()
-        arguments, config = fields.build(given, config_class(), arguments_class)
+        arguments, config = build(given, config_class(), arguments_class)
     if not given.dry_run:
         return arguments, config
     # The output of a dry run is one config file and nothing else, also with several ranks.
     if config.process_index == 0:
-        say(fields.resolved(arguments, config), end="")
+        say(resolved(arguments, config), end="")
     return None
 
 
@@ -79,12 +93,12 @@ def train(command: str, words: list[str]) -> int:
         LockstepError: as `lockstep.run.run.run_method`; bad input, before anything is started; a SystemExit inside
             the run.
     """
-    given = fields.read(words, command)
-    about = fields.said_of(given, AdaptedRunArguments)
-    fields.check_effect(about)
-    fields.check_sizes(about)
+    given = read(words, command)
+    about = said_of(given, AdaptedRunArguments)
+    check_effect(about)
+    check_sizes(about)
     if not given.dry_run:
-        fields.check_inputs(about)
+        check_inputs(about)
     from lockstep.progress import StatusLine
     from lockstep.terminal import Terminal
 
@@ -124,7 +138,7 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, log: LibraryL
         from lockstep.run.run import run_method
         from lockstep.tasks.rewards import load_reward, names_model
 
-        adapter = fields.adapter_arguments(arguments)
+        adapter = adapter_arguments(arguments)
     model = arguments.model_name_or_path
     assert model is not None
     modules: dict[Any, Any] = {}
@@ -139,7 +153,7 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, log: LibraryL
     if not rewards and not by_config and not {"environment_factory", "agent"} & acting.keys():
         raise InputError("reward_funcs is not set, and data of one's own has no reward function of its own")
     resolve_model(model)
-    settings = {"method": kind.method, **fields.settings_of(arguments), **curve_settings(config)}
+    settings = {"method": kind.method, **settings_of(arguments), **curve_settings(config)}
     ranks = Ranks(config.generation_timeout)
     with open_run_together(ranks, config.output_dir, settings) as place:
         moved = log.move_to(place.folder)
@@ -177,7 +191,7 @@ def acting_arguments(arguments: AdaptedRunArguments, modules: dict[Any, Any]) ->
         found["tools"] = [load_function(name, "tool", modules) for name in arguments.tools]
     factories = {
         n: load_function(place, "environment", modules)
-        for n, place in fields.factory_names(arguments.environment_factory).items()
+        for n, place in factory_names(arguments.environment_factory).items()
     }
     if factories:
         found["environment_factory"] = factories.get(None, factories)
@@ -214,13 +228,13 @@ def evaluate(words: list[str]) -> int:
         InputError: bad arguments; no held-out problems; an adapter, which must be merged first.
         LockstepError: trainer and engine do not agree.
     """
-    given = fields.read(words, "evaluate")
-    about = fields.said_of(given, AdaptedRunArguments)
+    given = read(words, "evaluate")
+    about = said_of(given, AdaptedRunArguments)
     # The config of a run may have an adapter's fields. Nothing is trained here.
-    fields.check_effect(fields.said_of(given, RunArguments))
-    fields.check_sizes(about)
+    check_effect(said_of(given, RunArguments))
+    check_sizes(about)
     if not given.dry_run:
-        fields.check_inputs(about)
+        check_inputs(about)
         if about.use_peft:
             raise InputError(
                 "use_peft: merge the adapter with 'lockstep merge', and evaluate the whole model"

@@ -19,8 +19,19 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from lockstep.algorithms.corrections import CorrectionMode
-from lockstep.config import contradictions, launcher
 from lockstep.config.checks import check_fields
+from lockstep.config.contradictions import (
+    BY_METRIC,
+    check_accelerator,
+    check_best_model,
+    check_corrections,
+    check_mappings,
+    check_optimizer,
+    check_quantised_sampling,
+    check_schedule,
+    check_staleness,
+    complete_schedule,
+)
 from lockstep.config.effect import say_without_effect, set_fields
 from lockstep.config.fields import (
     AgentFields,
@@ -30,6 +41,13 @@ from lockstep.config.fields import (
     OneValueFields,
     ServerFields,
     ToolFields,
+)
+from lockstep.config.launcher import (
+    ask_for_determinism,
+    meeting_ranks,
+    take_device,
+    take_launcher,
+    use_one_gpu,
 )
 from lockstep.config.option import CONTEXT, COUNT, SECONDS, SHARE, Bookkeeping, Bounds, option, value_of
 from lockstep.config.sampling import FilterFields, InterruptionFields
@@ -310,16 +328,16 @@ class OnlineConfig(
             # transformers would take the evaluation's loss. The loss of a policy on what it has just sampled says
             # little.
             self.metric_for_best_model = "reward"
-        launcher.take_launcher(self, os.environ)
+        take_launcher(self, os.environ)
         if os.environ.get("WORLD_SIZE", "1") == "1":
             # accelerate would ask for the group of processes that it names.
             self.ddp_backend = None
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_fast_bf16()
-        launcher.take_device(self, os.environ)
+        take_device(self, os.environ)
         if self.vllm_max_num_seqs is None and (vllm_installed() if self.use_vllm is None else self.use_vllm):
             self.vllm_max_num_seqs = usual_sequences()
-        launcher.ask_for_determinism(self, os.environ)
+        ask_for_determinism(self, os.environ)
         # The trainer shards the models itself, on a CPU too, so that accelerate must not.
         self.shards = take_settings(self.fsdp, self.fsdp_config, os.environ)  # type: ignore[has-type]
         asks = self.deepspeed or switched_on("DEEPSPEED", os.environ)  # type: ignore[has-type]
@@ -331,10 +349,10 @@ class OnlineConfig(
         self.fsdp = self.fsdp_config = self.deepspeed = None
         # A trainer sets the time of its run (`run/files/directory.py`).
         self.template_clock = TemplateClock(datetime.now())
-        contradictions.check_accelerator(self.accelerator_config)
-        with launcher.meeting_ranks(os.environ, self.ddp_timeout, use_cpu=self.use_cpu):
+        check_accelerator(self.accelerator_config)
+        with meeting_ranks(os.environ, self.ddp_timeout, use_cpu=self.use_cpu):
             super().__post_init__()
-        launcher.use_one_gpu(self)
+        use_one_gpu(self)
         if self.zero is not None:
             self.zero.check_values(self)
             self.deepspeed = self.zero.field
@@ -350,18 +368,18 @@ class OnlineConfig(
         self._refuse_unsupported()
         self.liger_kernel_config = liger_config(self.use_liger_kernel, self.liger_kernel_config)
         self._check_engine()
-        contradictions.check_corrections(self)
+        check_corrections(self)
         self.check_images()
         self.size_generation()
         self.check_interruption(self.completion_limit, self.stop_strings or [])
         self.take_generation_kwargs()
         self.check_filters(self.completion_limit, interrupted=self.max_thinking_length is not None)
-        contradictions.check_staleness(self)
-        contradictions.check_quantised_sampling(self)
-        contradictions.check_best_model(self)
-        contradictions.check_optimizer(self)
-        contradictions.complete_schedule(self)
-        contradictions.check_schedule(self)
+        check_staleness(self)
+        check_quantised_sampling(self)
+        check_best_model(self)
+        check_optimizer(self)
+        complete_schedule(self)
+        check_schedule(self)
         owner = self.process_index == 0
         for line in dropped if owner else ():
             _logger.warning(line)
@@ -392,7 +410,7 @@ class OnlineConfig(
     @property
     def follows_metric(self) -> bool:
         """Whether a metric of the evaluations decides which model is the best, or the learning rate."""
-        by_metric = value_of(self.lr_scheduler_type) in contradictions.BY_METRIC
+        by_metric = value_of(self.lr_scheduler_type) in BY_METRIC
         return bool(self.load_best_model_at_end) or self.saves_best or by_metric
 
     @property
@@ -523,7 +541,7 @@ class OnlineConfig(
                     f'{name}={getattr(self, name)!r}; it must be a mapping, such as {{"key": 1}}'
                 )
         check_init_kwargs(self.model_init_kwargs or {})  # type: ignore[arg-type]
-        contradictions.check_mappings(self)
+        check_mappings(self)
 
     def _check_engine(self) -> None:
         server, owner = self.vllm_mode == "server", self.process_index == 0

@@ -68,9 +68,23 @@ from lockstep.run.files.logs import StepLog, show_generation
 from lockstep.run.loop import TrainingLoop
 from lockstep.run.programs import RolloutFunc, RolloutFunction, rollout_tools
 from lockstep.run.source import RolloutSource
-from lockstep.run.trainers import checks
 from lockstep.run.trainers.checkpoints import WholeCheckpoints
-from lockstep.run.trainers.checks import RefusesForeignHooks
+from lockstep.run.trainers.checks import (
+    RefusesForeignHooks,
+    check_images,
+    check_kinds,
+    check_open,
+    check_reference,
+    check_reference_model,
+    context_within,
+    image_prompts,
+    may_read_pictures,
+    needs_plain_rows,
+    parts_of_processor,
+    refuse_arguments,
+    router_coefficient,
+    unsupported_with_images,
+)
 from lockstep.run.trainers.evaluation import EvaluatesBySampling
 from lockstep.run.trainers.hooks import StepHooks, add_callbacks
 from lockstep.run.trainers.optimizer import makes_optimizer
@@ -156,7 +170,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
     ) -> None:
         began = time.monotonic()
         use_private_caches()
-        checks.refuse_arguments(refused)
+        refuse_arguments(refused)
         args = args if args is not None else self.config_class()
         if not isinstance(args, self.config_class):
             raise InputError(
@@ -165,14 +179,14 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self.config: Any = args
         asked, self.optimizer_fields = user_settings(vars(args)), optimizer_fields(vars(args))
         self._is_closed = False
-        processing_class, image_processor = checks.parts_of_processor(processing_class)
-        checks.check_kinds(model, processing_class, callbacks, optimizers, engine)
-        checks.check_reference(model, ref_model, args, peft_config)
+        processing_class, image_processor = parts_of_processor(processing_class)
+        check_kinds(model, processing_class, callbacks, optimizers, engine)
+        check_reference(model, ref_model, args, peft_config)
         check_adapter(peft_config)
         check_installed([args.report_to] if isinstance(args.report_to, str) else args.report_to or ())
         self._meet_ranks()
         acts = bool(tools) or environment_factory is not None
-        given = Run(acts, agent is not None, checks.may_read_pictures(model), eval_dataset is not None)
+        given = Run(acts, agent is not None, may_read_pictures(model), eval_dataset is not None)
         say_without_effect(args, set_fields(args), given, owner=self.ranks.owner)
         data = self._read_data(train_dataset, eval_dataset, environment_factory, model)
         self._has_environments = environment_factory is not None
@@ -209,7 +223,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         # An environment adds text to prompts, and a function or an agent makes others.
         makes_text = any(maker is not None for maker in (environment_factory, rollout_func, agent))
         self._opened = opened = open_policy(model, processing_class, peft_config, args, quantization_config)
-        self._images = checks.image_prompts(
+        self._images = image_prompts(
             opened, args, data.named, image_processor, acting=bool(tools) or makes_text
         )
         self._prove_settings(asked)
@@ -268,11 +282,11 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
     ) -> GivenData:
         """The rows of the data sets, checked. There are no prompts before there is a tokenizer."""
         found: list[GivenData] = []
-        in_use = checks.unsupported_with_images(self.config)
+        in_use = unsupported_with_images(self.config)
 
         def read() -> None:
             found.append(read_data(train_dataset, eval_dataset, self.config, environment_factory))
-            checks.check_images(found[0].named, model, in_use)
+            check_images(found[0].named, model, in_use)
 
         self.ranks.share("data", read)
         return found[0]
@@ -321,7 +335,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             check_steps_move(policy, args, self.alarms)
         self.reference = Reference(policy, ref_model) if self.objective.uses_reference else None
         self.critic = self.make_critic(policy)
-        self._context = checks.context_within(policy, args.context_limit)
+        self._context = context_within(policy, args.context_limit)
         self._end_ids = tuple(end_ids(causal_model(policy), tokenizer))
         if self.rollout_tools is not None:
             self.rollout_tools.open(tokenizer, self._end_ids, self._images)
@@ -354,12 +368,12 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         """Check that policy and reference model can be scored, and how."""
         args, policy, tokenizer = self.config, self._opened.model, self._opened.tokenizer
         check_scorable(causal_model(policy))
-        self.objective.router_coefficient = checks.router_coefficient(policy, args)
+        self.objective.router_coefficient = router_coefficient(policy, args)
         if ref_model is not None:
-            checks.check_reference_model(policy, ref_model)
+            check_reference_model(policy, ref_model)
         sampling = sampling_of(args, tokenizer, self._end_ids, self._banned_ids)
         self.rules = IdRules.of_run(sampling, policy, tokenizer)
-        self._plain_rows = checks.needs_plain_rows(
+        self._plain_rows = needs_plain_rows(
             [policy, *([ref_model] if ref_model is not None else [])], self._longest
         )
 
@@ -509,7 +523,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
                 `use_liger_kernel` is set and there is no GPU.
             LockstepError: the trainer is closed.
         """
-        checks.check_open(self._is_closed)
+        check_open(self._is_closed)
         check_fields(self.config, again=True)
         check_gpu(self.args.use_liger_kernel, use_cpu=self.args.use_cpu)
         if resume_from_checkpoint is None:
