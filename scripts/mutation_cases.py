@@ -2263,8 +2263,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a place without a token, in the draw of completions",
-        "                if not left:",
-        "                if not left and ids:",
+        "                if not len(left):",
+        "                if not len(left) and ids:",
         "tests/contract/test_support.py",
     ),
     Mutation(

@@ -7,12 +7,14 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from tiny import make_tokenizer
 
 from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.config.sampling import check_end_of_thinking, check_leaves_tokens
-from lockstep.contract.sampling import Sampling
+from lockstep.contract.distribution import shaped_logits
+from lockstep.contract.sampling import Grammar, GrammarCompiler, Sampling
 from lockstep.contract.support import Bans
 from lockstep.errors import InputError
 from lockstep.learn import policy_and_reference
@@ -117,6 +119,27 @@ def test_an_end_of_thinking_that_may_not_be_sampled_is_said(caplog: pytest.LogCa
     assert not caplog.text
     check_end_of_thinking(config(**fields, allowed_token_ids=ids("ab")), TOKENIZER)
     assert "allowed_token_ids lacks end_of_thinking='!'" in caplog.text
+
+
+def test_the_ids_that_are_left_are_those_of_the_engines_distribution() -> None:
+    draw, compiler = random.Random(2), GrammarCompiler(TOKENIZER, 384, [END])
+    for _ in range(60):
+        before = draw.choices(ids("123ab"), k=draw.randint(0, 3))
+        sampling = Sampling(
+            8,
+            allowed_token_ids=draw.choice([None, (END, *ids("12ab")), (*ids("3"), END)]),
+            bad_words=tuple(tuple(draw.choices(ids("123ab"), k=draw.randint(1, 2))) for _ in range(2)),
+            min_tokens=draw.randint(0, 4),
+        )
+        mask = None
+        if draw.random() < 0.5:
+            state = compiler.start(Grammar("regex", "[0-9ab]{0,3}"))
+            for token in before:
+                state.accept(token)
+            mask = state.mask()
+        scores = shaped_logits(torch.zeros(384), sampling, (), before, end_ids=[END], grammar_mask=mask)
+        left = Bans(sampling, 384, (END,))._left(sampling, before, mask)
+        assert left.tolist() == (~scores[0].isneginf()).tolist()
 
 
 def test_bans_of_few_ids_are_judged_as_every_completion_of_them_is() -> None:

@@ -10,11 +10,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from lockstep.contract.distribution import shaped_logits
+from lockstep.contract.distribution import banned_ids
 from lockstep.contract.sampling import GRAMMAR_FIELDS, GrammarCompiler, Sampling
 from lockstep.errors import InputError
+from lockstep.tokens.arrays import Flags
 
 # How many completions of how many tokens are drawn, and the end of a text that an error quotes.
 _WALKS, _STEPS, _QUOTED = 16, 32, 60
@@ -55,10 +57,10 @@ class Bans:
             ids: list[int] = []
             while len(ids) < min(own.max_tokens, _STEPS if several else 1) and not self._has_ended(ids):
                 mask = None if state is None else state.mask()
-                left = self._left(own, ids, mask).nonzero()[:, 0].tolist()
-                if not left:
+                left = np.flatnonzero(self._left(own, ids, mask))
+                if not len(left):
                     raise self._error(ids, mask)
-                ids.append(draw.choice(left))
+                ids.append(int(left[draw.randrange(len(left))]))
                 if state is not None:
                     state.accept(ids[-1])
 
@@ -98,13 +100,24 @@ class Bans:
         is_open = not self.sampling.stop or self.decode is None or len(ids) <= self.sampling.min_tokens
         return not is_open and any(stop in self.decode(ids) for stop in self.sampling.stop)  # type: ignore[misc]
 
-    def _left(self, sampling: Sampling, ids: Sequence[int], mask: torch.Tensor | None) -> torch.Tensor:
-        """(V,) bool, the ids that can be sampled next."""
-        plain = replace(
-            sampling, logit_bias=(), repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
-        )
-        zeros = torch.zeros(self.vocabulary)
-        return ~shaped_logits(zeros, plain, (), ids, end_ids=self.end_ids, grammar_mask=mask)[0].isneginf()
+    def _left(self, sampling: Sampling, ids: Sequence[int], mask: torch.Tensor | None) -> Flags:
+        """(V,) bool, the ids that can be sampled next: those that `shaped_logits` leaves above −inf."""
+        left = np.ones(self.vocabulary, dtype=bool)
+        if mask is not None:
+            packed = mask[0].numpy().view(np.uint8)
+            left = np.unpackbits(packed, count=self.vocabulary, bitorder="little").view(bool)
+        if sampling.allowed_token_ids is not None:
+            allowed = np.zeros_like(left)
+            allowed[list(sampling.allowed_token_ids)] = True
+            left &= allowed
+        left[banned_ids(sampling, ids)] = False
+        if len(ids) < sampling.min_tokens:
+            ends = list(self.end_ids)
+            before = left[ends]
+            left[ends] = False
+            if mask is not None and not left.any():
+                left[ends] = before
+        return left
 
     def _error(self, ids: Sequence[int], mask: torch.Tensor | None, of: str = "") -> InputError:
         place = "at the beginning of a completion"
