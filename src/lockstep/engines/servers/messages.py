@@ -329,7 +329,8 @@ def _check_left(request: GenerationRequest, ids: Sequence[int]) -> None:
     if own.allowed_token_ids is None:
         return
     named = [*own.end_ids, *own.allowed_token_ids, *(i for word in own.bad_words for i in word)]
-    bans = Bans(own, max(named) + 1, own.end_ids)
+    # One id more stands for all that no setting names.
+    bans = Bans(own, max(named) + 2, own.end_ids)
     if (error := bans.empty_place(ids, None, request.key.prompt_id)) is not None:
         raise error
 
