@@ -2242,6 +2242,38 @@ MUTATIONS = [
         "                    pass",
         CALLED,
     ),
+    Mutation(
+        "what a rollout_func changed stays",
+        '            with process_as_before("rollout_func"):',
+        "            if True:",
+        "'tests/rollouts/test_process_as_before.py::"
+        "test_what_a_function_changes_of_the_process_is_put_back_and_said_once[rollout_func-working directory]'",
+    ),
+    Mutation(
+        "what an agent changed stays",
+        '            with folder_as_before(f"agent {self.name}", self.timeout):',
+        "            if True:",
+        "tests/rollouts/test_process_as_before.py::test_an_agent_leaves_folder_and_locale",
+    ),
+    Mutation(
+        "fields that leave no token, before a model is loaded",
+        "        _check_leaves_tokens(path, guarded, args)",
+        "        pass",
+        "tests/contract/test_support.py",
+    ),
+    Mutation(
+        "a place without a token, in the draw of completions",
+        "                if not len(left):",
+        "                if not len(left) and ids:",
+        "tests/contract/test_support.py",
+    ),
+    Mutation(
+        "an engine that finds no token to sample",
+        "        if logprobs.isnan().any():",
+        "        if False:",
+        "'tests/contract/test_filters.py::test_an_engine_says_which_settings_leave_no_token_and_answers_again"
+        "[transformers-allowed_token_ids and min_tokens]'",
+    ),
     Mutation("what a function changed stays", "        kind.put_back(before)", "        pass", CALLED),
     Mutation(
         "an endless call that the run waits for",

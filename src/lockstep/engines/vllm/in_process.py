@@ -35,6 +35,8 @@ from lockstep.contract.inbox import (
 )
 from lockstep.contract.probe import EngineModules
 from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
+from lockstep.contract.sampling import GrammarCompiler
+from lockstep.contract.support import Bans
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.servers.messages import agreed_answers
 from lockstep.engines.vllm.arguments import (
@@ -60,6 +62,7 @@ from lockstep.engines.vllm.port.requests import (
     check_sent,
     completion,
     fields_of,
+    first_without_logprob,
     holds_no_pictures,
     picture_arguments,
     prompt_logprobs,
@@ -75,6 +78,7 @@ from lockstep.images.pictures import PromptPictures
 from lockstep.model_files import load_files
 from lockstep.models.policy import reads_pictures
 from lockstep.progress import busy, waiting
+from lockstep.tokens.chat import directory_end_ids, load_tokenizer
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -251,13 +255,36 @@ class VLLMInProcess:
                     assert self._version is not None
                     request = held.pop(output.request_id)
                     filtered, adapter = request.sampling.is_filtered, self.adapters.name
-                    answer = completion(request.key, output, filtered=filtered, adapter=adapter)
-                    if request.pictures is not None:
-                        # vLLM does not report its pictures. The parity gap proves which pictures it has used.
-                        answer = replace(answer, pictures=request.pictures)
-                    inbox.answer(answer, [self._version], self._vocab_size)
+                    try:
+                        answer = completion(request.key, output, filtered=filtered, adapter=adapter)
+                        if request.pictures is not None:
+                            # vLLM does not report its pictures. The parity gap proves which pictures it has used.
+                            answer = replace(answer, pictures=request.pictures)
+                        inbox.answer(answer, [self._version], self._vocab_size)
+                    except LockstepError:
+                        self._check_left(request, output)
+                        raise
                 if outputs:
                     inbox.settle()
+
+    def _check_left(self, request: GenerationRequest, output: RequestOutput) -> None:
+        """Refuse an answer that came to a place where its settings leave no token. vLLM samples any token there.
+
+        Raises:
+            InputError: the answer did.
+        """
+        place = first_without_logprob(output)
+        if place is None:
+            return
+        tokenizer = load_tokenizer(self._model)
+        ends = request.sampling.end_ids or tuple(directory_end_ids(self._model, tokenizer))
+        bans = Bans(request.sampling, self._vocab_size, ends, tokenizer.decode)
+        ids = list(output.outputs[0].token_ids[:place])
+        error = bans.empty_place_after(
+            ids, request.key.prompt_id, lambda: GrammarCompiler(tokenizer, self._vocab_size, ends)
+        )
+        if error is not None:
+            raise error
 
     @foreign_errors("vLLM failed while it answered requests")
     def _step(self, limits: dict[str, float], now: float) -> tuple[list[RequestOutput], list[RequestOutput]]:
