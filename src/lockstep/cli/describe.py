@@ -13,6 +13,8 @@ from typing import Any
 from transformers import HfArgumentParser
 
 from lockstep import extensions
+from lockstep.config.checks import kinds_of
+from lockstep.config.option import Bounds
 from lockstep.config.table import options_of
 
 _RUN = "lockstep.cli.fields:AdaptedRunArguments"
@@ -57,13 +59,18 @@ def as_text(described: dict[str, dict[str, Any]]) -> str:
 def _fields_of(places: tuple[str, ...]) -> dict[str, Any]:
     classes = [getattr(import_module(where), name) for where, name in (place.split(":") for place in places)]
     said: dict[str, dict[str, Any]] = {}
+    mappings: set[str] = set()
     for own in classes:
         said |= options_of(own)
+        mappings |= {name for name, kinds in kinds_of(own).items() if "dict" in kinds}
     # A switch that is on by default has a second action, which turns it off.
     actions = {
         a.dest: a for a in HfArgumentParser(classes)._actions if not isinstance(a, argparse._StoreFalseAction)
     }
-    return {name: _entry(actions[name], said[name]) for name in said if name in actions}
+    found = {name: _entry(actions[name], said[name]) for name in said if name in actions}
+    for name in mappings & found.keys():
+        found[name]["mapping"] = True
+    return found
 
 
 def _entry(action: argparse.Action, said: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +82,9 @@ def _entry(action: argparse.Action, said: dict[str, Any]) -> dict[str, Any]:
     if (default := _default(action.default)) is not None:
         entry["default"] = default
     entry |= {key: said[key] for key in _SAID if key in said}
+    if "bounds" in said:
+        bounds = said["bounds"]._asdict().items()
+        entry["bounds"] = {n: v for n, v in bounds if n != "usual" and v != Bounds._field_defaults[n]}
     return {**entry, "help": " ".join((said.get("help") or action.help or "").replace("%%", "%").split())}
 
 
