@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,47 @@ HANGS = 60
 FIELDS = (*TRAINING, "evaluate", "gateway", "verify")
 CONFIGS = dict(zip(TRAINING, ("GRPO", "RLOO", "OnlineDPO", "ReinforcePP", "PPO"), strict=True))
 
-WRONG = ["", " ", "x", "None", "null", "[1]", "{}", "nan", "inf", "-inf", "ä", "\udcff", "a\0b", "\u0663", "--seed", "-"]
+# Commands without fields: their options by type. A number is the place of a word.
+OPTIONS = {
+    "serve": {
+        "0": "model", "--host": "text", "--port": "int", "--key_file": "path", "--dtype": "text", "--quantization": "text",
+        "--max_model_len": "int", "--max_num_seqs": "int", "--tensor_parallel_size": "int",
+        "--data_parallel_size": "int", "--gpu_memory_utilization": "float", "--max-num-batched-tokens": "int",
+    },
+    "audit": {
+        "0": "path", "--model": "model", "--temperature": "float", "--top_k": "int", "--top_p": "float",
+        "--min_p": "float", "--repetition_penalty": "float", "--dtype": "text", "--earlier": "model", "--url": "text",
+        "--max_tokens": "int", "--json": "path",
+    },
+    "merge": {"0": "path", "1": "path", "--base": "model"},
+    "init": {"0": "path"},
+    "report": {"0": "path", "--output": "path"},
+    "compare": {"0": "path", "1": "path"},
+    "rollouts": {"0": "path", "--step": "int", "--text": "text"},
+    "completion": {"0": "text"},
+    "demo": {"--recipe": "text", "--config": "path"},
+    "grpo": {"--recipe": "text", "--config": "path"},
+}  # fmt: skip
+PATHS = ["", " ", ".", "..", "nowhere", "nowhere/x", "data.jsonl", "/dev/null", "/dev/null/x", "/dev/full", "/proc/1/mem", "a\0b",
+         "\udcff", "a" * 300, "a/" * 3000, "a\nb", "~", "~nobody/x", "\x1b[31m", "[1]", "--x", "-", "http://x", "x.json"]  # fmt: skip
+WRONG = [
+    "",
+    " ",
+    "x",
+    "None",
+    "null",
+    "[1]",
+    "{}",
+    "nan",
+    "inf",
+    "-inf",
+    "ä",
+    "\udcff",
+    "a\0b",
+    "\u0663",
+    "--seed",
+    "-",
+]
 WORDS = {
     "int": [*WRONG, "0", "1", "2", "3", "-1", "010", "0x10", "1_000", "1:30", "1.5", "2.0", "1e3", "true", "100000000",
             "2147483648", "9223372036854775808", "1" * 30, "1" * 5000, "-9223372036854775809"],
@@ -59,8 +99,36 @@ YAML = ["", "~", "null", "[]", "{}", "[1, 2]", "[~]", "[[1]]", "{a: 1}", "{a: ~}
         "1e400", "'7'", '"0.5"', "&a 3", "*a", "!!str 3", "!!int '3'", "!!float 3", "!!binary aGk=", "!!set {a}", "|\n  a\n  b", "=",
         "+7", "-0", "7.", ".5", "2.0", "1.5", "12e03", "190:20:30", "0.0.1", "1,000", '"\\ud800"', "'", "x # y", "? a", "- a",
         "99999999999999999999", "0777", "08", "1__0", "{<<: {a: 1}}"]  # fmt: skip
-JSON = ["null", "0", "1", "-1", "1.5", "2.0", "1e3", "1E400", "NaN", "-Infinity", "true", "false", '""', '"7"', '"x"', '"true"', "[]",
-        "{}", "[1, 2]", "[null]", "[[1]]", '{"a": 1}', '{"a": null}', '{"a": [1e-7]}', '"\\ud800"', '"a\\u0000b"', "1" * 30, "01"]
+JSON = [
+    "null",
+    "0",
+    "1",
+    "-1",
+    "1.5",
+    "2.0",
+    "1e3",
+    "1E400",
+    "NaN",
+    "-Infinity",
+    "true",
+    "false",
+    '""',
+    '"7"',
+    '"x"',
+    '"true"',
+    "[]",
+    "{}",
+    "[1, 2]",
+    "[null]",
+    "[[1]]",
+    '{"a": 1}',
+    '{"a": null}',
+    '{"a": [1e-7]}',
+    '"\\ud800"',
+    '"a\\u0000b"',
+    "1" * 30,
+    "01",
+]
 
 
 def objects() -> list[Any]:
@@ -129,8 +197,12 @@ class Place:
         self.folder = folder
         self.model = str(tiny.save_model(folder / "model"))
         self.data = folder / "data.jsonl"
-        self.data.write_text("".join(f'{{"prompt": "what is {i} + {i}"}}\n' for i in range(8)), encoding="utf-8")
-        (folder / "agent.py").write_text("def agent(base_url, api_key, row):\n    return 1.0\n", encoding="utf-8")
+        self.data.write_text(
+            "".join(f'{{"prompt": "what is {i} + {i}"}}\n' for i in range(8)), encoding="utf-8"
+        )
+        (folder / "agent.py").write_text(
+            "def agent(base_url, api_key, row):\n    return 1.0\n", encoding="utf-8"
+        )
         self.work = folder / "work"
 
     def base(self, command: str) -> dict[str, Any]:
@@ -153,8 +225,16 @@ class Place:
 
     def words(self, case: Case) -> list[str]:
         """The command line of a case that is no call from Python; writes its config file."""
-        if case.command not in FIELDS:
-            return [case.command, *(str(value) for _, value in case.given)]
+        if case.way == "options":
+            given = dict(case.given)
+            right = {
+                "serve": [self.model], "audit": [str(self.data), f"--model={self.model}"],
+                "merge": ["adapter", "merged"], "init": ["new"], "report": ["run"], "compare": ["run", "run"],
+                "rollouts": ["run"], "completion": ["bash"],
+            }.get(case.command, [])  # fmt: skip
+            words = [given.pop(str(i), word) for i, word in enumerate(right)]
+            more = ["--dry_run"] if case.command in ("serve", "demo", "grpo") else []
+            return [case.command, *words, *more, *(f"{name}={value}" for name, value in given.items())]
         base = {n: v for n, v in self.base(case.command).items() if n not in dict(case.given)}
         words = [case.command]
         for name, value in base.items():
@@ -172,6 +252,7 @@ class Place:
         """Run a case and judge it."""
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir()
+        (self.work / "run").mkdir() if case.way == "options" else None
         with contextlib.chdir(self.work), seams(), _captured() as said:
             start = time.process_time()
             text = ""
@@ -217,10 +298,15 @@ class Place:
 def seams() -> Iterator[None]:
     """Within the block, a command ends with `Accepted` where it would load a model or start a server."""
     from lockstep.extras.verify import stage
-    from lockstep.models import policy
+    from lockstep.models import adapters, policy
     from lockstep.run.trainers import online
 
-    places: list[tuple[Any, str]] = [(online, "open_policy"), (policy, "load_policy"), (stage, "open_stage")]
+    places: list[tuple[Any, str]] = [
+        (adapters, "load_adapted"),
+        (online, "open_policy"),
+        (policy, "load_policy"),
+        (stage, "open_stage"),
+    ]
     kept = [(where, name, getattr(where, name)) for where, name in places]
     try:
         for where, name, _ in kept:
@@ -287,13 +373,13 @@ def faults_of(case: Case, found: Outcome) -> list[str]:
             faults.append("not one sentence")
         elif len(last) - len("lockstep: ") > LONGEST:
             faults.append("long")
-        if case.command in FIELDS and not any(said_in(name, value, last) for name, value in case.given):
+        if case.way != "options" and not any(said_in(name, value, last) for name, value in case.given):
             faults.append("names no field")
     if found.kind in ("accepted", "refused"):
         faults += [f"noise: {line:.150}" for line in lines if not OURS.match(line)][:1]
         if len(set(lines)) < len(lines):
             faults.append("said twice")
-    if found.kind == "accepted" and len(names) == 1 and (why := wrong_type(case)):
+    if found.kind == "accepted" and len(names) == 1 and case.way != "options" and (why := wrong_type(case)):
         faults.append(f"taken: {why}")
     return faults
 
@@ -323,7 +409,18 @@ def wrong_type(case: Case) -> str | None:
                 int(value)
             elif kind == "float" and math.isnan(float(value)):
                 return "NaN"
-            elif kind == "bool" and value.lower() not in "true false yes no t f y n 1 0".split():
+            elif kind == "bool" and value.lower() not in [
+                "true",
+                "false",
+                "yes",
+                "no",
+                "t",
+                "f",
+                "y",
+                "n",
+                "1",
+                "0",
+            ]:
                 return "no truth value"
             elif kind == "choice" and value not in entry["choices"]:
                 return "no choice"
@@ -351,6 +448,15 @@ def values(command: str, name: str, way: str) -> list[Any]:
     if "default" in entry:
         found.append(entry["default"])
     return found
+
+
+def options(command: str) -> list[Case]:
+    """Every value of every option of a command."""
+    return [
+        Case(command, "options", ((name, value),))
+        for name, kind in OPTIONS[command].items()
+        for value in (PATHS if kind in ("path", "model") else WORDS[kind])
+    ]
 
 
 def singles(command: str) -> list[Case]:
@@ -399,4 +505,3 @@ def likely(command: str, name: str, way: str, draw: random.Random) -> str:
     if way == "words" or (kind in ("bool", "int", "float") and way == "JSON"):
         return text
     return json.dumps(text) if way == "JSON" or kind == "text" else text
-

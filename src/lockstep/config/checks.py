@@ -6,12 +6,14 @@ refused. A value that is only unusual is taken, and a line says so. Nothing here
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
+from enum import Enum
 from os import PathLike, fspath
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+_ANY = Bounds().usual
+# Fractions of a field that says nothing else.
+_COMMON = (-1e6, 1e6)
 # The largest whole number that torch and the files of a run can hold.
 LARGEST = 2**63 - 1
 
@@ -88,6 +93,12 @@ def check_types(config: Any) -> None:
             setattr(config, name, value)
         if not _is_of(value, kinds):
             raise InputError(f"{name}={value!r:.80}; it must be {_said(kinds)}")
+        if isinstance(value, str) and (choices := choices_of(kind).get(name, ())) and value not in choices:
+            close = difflib.get_close_matches(value, choices, 1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise InputError(
+                f"{name}={value!r:.80} is no choice; {hint}The choices are: {', '.join(choices)}"
+            )
         for entry in value if isinstance(value, list | tuple) and name in entries else ():
             if not _is_of(entry, entries[name]):
                 raise InputError(f"{name}={value!r:.80}; each entry must be {_said(entries[name])}")
@@ -105,7 +116,8 @@ def _of_python(value: Any, kinds: frozenset[str]) -> Any:
 
 
 def _said(kinds: frozenset[str]) -> str:
-    return " or ".join(dict.fromkeys(_SAID[kind] for kind in sorted(kinds) if kind in _SAID))
+    said = [_SAID[kind] for kind in sorted(kinds) if kind in _SAID]
+    return " or ".join(dict.fromkeys(said or sorted(kinds - {"NoneType"})))
 
 
 _SAID = {
@@ -130,8 +142,21 @@ def kinds_of(config_class: type) -> dict[str, frozenset[str]]:
         # The parser of transformers gives None for what the command line leaves out.
         if field.default is None or len(kinds) > 1:
             kinds.add("NoneType")
-        if "Any" not in kinds and kinds & _SAID.keys():
+        if "Any" not in kinds:
             found[field.name] = frozenset(kinds)
+    return found
+
+
+@functools.cache
+def choices_of(config_class: type) -> dict[str, list[str]]:
+    """The texts that each field with an enumeration, or with a `Literal`, takes."""
+    found = {}
+    for name, hint in get_type_hints(config_class).items():
+        for part in (hint, *get_args(hint)):
+            if isinstance(part, type) and issubclass(part, Enum):
+                found[name] = [str(member.value) for member in part]
+            elif get_origin(part) is Literal:
+                found[name] = [text for text in get_args(part) if isinstance(text, str)]
     return found
 
 
@@ -165,8 +190,7 @@ def _is_of(value: Any, kinds: frozenset[str]) -> bool:
     for kind, name in ((float, "float"), (str, "str"), (list | tuple, "list"), (Mapping, "dict")):
         if isinstance(value, kind):
             return name in kinds or type(value).__name__ in kinds
-    # An object of a library: a field that declares such a class checks it itself.
-    return not kinds <= _SAID.keys() | {"NoneType", "tuple"}
+    return any(base.__name__ in kinds for base in type(value).__mro__)
 
 
 def _check_text(name: str, value: Any) -> None:
@@ -196,7 +220,9 @@ def check_number(kind: type, name: str, value: float, *, quiet: bool = False) ->
     """
     bounds: Bounds | None = options_of(kind).get(name, {}).get("bounds")
     check_possible(name, value, bounds)
-    low, high = bounds.usual if bounds is not None else (-math.inf, math.inf)
+    low, high = _ANY if bounds is None else bounds.usual
+    if (low, high) == _ANY and isinstance(value, float) and math.isfinite(value):
+        low, high = _COMMON
     if not quiet and not low <= value <= high:
         _logger.warning(f"{name}={value:g} is unusual (usually {low:g} to {high:g})")
 

@@ -258,6 +258,10 @@ def check_schedule(config: OnlineConfig) -> None:
         raise InputError(
             f"lr_scheduler_type={name} takes no lr_scheduler_kwargs, and there are {given}; leave them out"
         )
+    if 0 < config.max_steps < warmup and config.process_index == 0:
+        _logger.warning(
+            f"warmup_steps={warmup} is more than max_steps={config.max_steps}: learning_rate is never reached"
+        )
     if name in BY_METRIC and warmup and config.process_index == 0:
         _logger.warning(f"lr_scheduler_type={name} has no warm-up, so that warmup_steps has no effect")
 

@@ -61,7 +61,7 @@ from lockstep.config.sampling import FilterFields, InterruptionFields
 from lockstep.config.table import with_key
 from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, check_adapters, usual_sequences
 from lockstep.engines.vllm.start import vllm_installed
-from lockstep.errors import InputError
+from lockstep.errors import InputError, one_line
 from lockstep.extensions import SHARDINGS, load
 from lockstep.models.arithmetic import Precision, liger_config
 from lockstep.models.policy import check_init_kwargs
@@ -379,7 +379,11 @@ class OnlineConfig(
         self.template_clock = TemplateClock(datetime.now())
         check_accelerator(self.accelerator_config)
         with meeting_ranks(os.environ, self.ddp_timeout, use_cpu=self.use_cpu):
-            super().__post_init__()
+            try:
+                super().__post_init__()
+            except (ValueError, TypeError, ArithmeticError, ImportError) as error:
+                # Fields that contradict each other, or that this machine does not support.
+                raise InputError(one_line(error) or type(error).__name__) from error
         use_one_gpu(self)
         if self.zero is not None:
             self.zero.check_values(self)

@@ -169,6 +169,7 @@ INHERITED: dict[str, About] = {
     "dataloader_multiprocessing_context": about(no_effect=(None, _IN_MEMORY)),
     "dataloader_in_order": about(no_effect=(True, _IN_MEMORY)),
     "length_column_name": about(no_effect=("length", "prompts are not sorted by their lengths")),
+    "local_rank": about(no_effect=(-1, "the launcher says it (LOCAL_RANK)")),
     "do_train": about(no_effect=(False, _BY_CALLER)),
     "do_predict": about(no_effect=(False, _BY_CALLER)),
     "ddp_backend": about(only_with="processes"),
