@@ -1,8 +1,9 @@
-"""Inputs of every field and command by a seed, and what becomes of each: the property of `test_every_input.py`.
+"""Inputs of every field and command by a seed,
+and what becomes of each: the property of `test_every_input.py`.
 
-A case sets one field, or two, of a command that is right without them: by words, in a YAML or JSON file, or from Python.
-Its values follow from the field's declared type: right ones, edges, other types, and what a user mistypes. Where a
-model would be loaded (or a server started), the case ends with `Accepted`.
+A case sets one field, or two, of a command that is right without them: by words, in a YAML or JSON file, or from
+Python. Its values follow from the field's declared type: right ones, edges, other types, and what a user mistypes.
+Where a model would be loaded, the case ends with `Accepted`.
 
 Comes from: the fields of each command, as `--help` lists them. Goes to: an `Outcome`.
 """
@@ -45,13 +46,15 @@ CONFIGS = dict(zip(TRAINING, ("GRPO", "RLOO", "OnlineDPO", "ReinforcePP", "PPO")
 # Commands without fields: their options by type. A number is the place of a word.
 OPTIONS = {
     "serve": {
-        "0": "model", "--host": "text", "--port": "int", "--key_file": "path", "--dtype": "text", "--quantization": "text",
+        "0": "model", "--host": "text", "--port": "int", "--key_file": "path", "--dtype": "text",
+        "--quantization": "text",
         "--max_model_len": "int", "--max_num_seqs": "int", "--tensor_parallel_size": "int",
         "--data_parallel_size": "int", "--gpu_memory_utilization": "float", "--max-num-batched-tokens": "int",
     },
     "audit": {
         "0": "path", "--model": "model", "--temperature": "float", "--top_k": "int", "--top_p": "float",
-        "--min_p": "float", "--repetition_penalty": "float", "--dtype": "text", "--earlier": "model", "--url": "text",
+        "--min_p": "float", "--repetition_penalty": "float", "--dtype": "text", "--earlier": "model",
+        "--url": "text",
         "--max_tokens": "int", "--json": "path",
     },
     "merge": {"0": "path", "1": "path", "--base": "model"},
@@ -63,8 +66,10 @@ OPTIONS = {
     "demo": {"--recipe": "text", "--config": "path"},
     "grpo": {"--recipe": "text", "--config": "path"},
 }  # fmt: skip
-PATHS = ["", " ", ".", "..", "nowhere", "nowhere/x", "data.jsonl", "/dev/null", "/dev/null/x", "/dev/full", "/proc/1/mem", "a\0b",
-         "\udcff", "a" * 300, "a/" * 3000, "a\nb", "~", "~nobody/x", "\x1b[31m", "[1]", "--x", "-", "http://x", "x.json"]  # fmt: skip
+PATHS = ["", " ", ".", "..", "nowhere", "nowhere/x", "data.jsonl", "/dev/null", "/dev/null/x",
+    "/dev/full", "/proc/1/mem", "a\0b",
+         "\udcff", "a" * 300, "a/" * 3000, "a\nb", "~", "~nobody/x", "\x1b[31m", "[1]", "--x", "-",
+         "http://x", "x.json"]  # fmt: skip
 WRONG = [
     "",
     " ",
@@ -82,22 +87,30 @@ WRONG = [
     "\u0663",
     "--seed",
     "-",
-]
+]  # fmt: skip
 WORDS = {
-    "int": [*WRONG, "0", "1", "2", "3", "-1", "010", "0x10", "1_000", "1:30", "1.5", "2.0", "1e3", "true", "100000000",
+    "int": [*WRONG, "0", "1", "2", "3", "-1", "010", "0x10", "1_000", "1:30", "1.5", "2.0", "1e3",
+    "true", "100000000",
             "2147483648", "9223372036854775808", "1" * 30, "1" * 5000, "-9223372036854775809"],
-    "float": [*WRONG, "0", "1", "0.5", "-0.5", "2", "1e3", "1e30", "1e308", "1e400", "1e-30", "-1", "1:30", "0,5", "5%",
+    "float": [*WRONG, "0", "1", "0.5", "-0.5", "2", "1e3", "1e30", "1e308", "1e400", "1e-30", "-1",
+    "1:30", "0,5", "5%",
               "true", "1_0.5"],
     "bool": [*WRONG, "true", "False", "yes", "no", "on", "off", "1", "0", "2", "T"],
     "choice": WRONG,
-    "text": [*WRONG, "a" * 5000, "a\nb", "\x1b[31mred", "<b>", "~", "$HOME", "/proc/1/mem", "/dev/full", "../..", "{broken",
-             '{"a": 1}', '{"a": NaN}', "[1, 2", "true", "7", "1e3", "none", "a b", "http://x", "file.py:f", "a=b"],
+    "text": [*WRONG, "a" * 5000, "a\nb", "\x1b[31mred", "<b>", "~", "$HOME", "/proc/1/mem",
+    "/dev/full", "../..", "{broken",
+             '{"a": 1}', '{"a": NaN}', "[1, 2", "true", "7", "1e3", "none", "a b", "http://x",
+             "file.py:f", "a=b"],
     "other": [*WRONG, "true", "1", '{"a": 1}'],
 }  # fmt: skip
-YAML = ["", "~", "null", "[]", "{}", "[1, 2]", "[~]", "[[1]]", "{a: 1}", "{a: ~}", "010", "1:30", "1e3", "1e-7", "0x1F", "0o17",
-        "0b11", "1_000", "2026-11-28", "2026-11-28 10:00:00", "on", "off", "yes", "no", "n", "True", "FALSE", ".nan", ".inf", "-.Inf",
-        "1e400", "'7'", '"0.5"', "&a 3", "*a", "!!str 3", "!!int '3'", "!!float 3", "!!binary aGk=", "!!set {a}", "|\n  a\n  b", "=",
-        "+7", "-0", "7.", ".5", "2.0", "1.5", "12e03", "190:20:30", "0.0.1", "1,000", '"\\ud800"', "'", "x # y", "? a", "- a",
+YAML = ["", "~", "null", "[]", "{}", "[1, 2]", "[~]", "[[1]]", "{a: 1}", "{a: ~}", "010", "1:30",
+    "1e3", "1e-7", "0x1F", "0o17",
+        "0b11", "1_000", "2026-11-28", "2026-11-28 10:00:00", "on", "off", "yes", "no", "n", "True",
+        "FALSE", ".nan", ".inf", "-.Inf",
+        "1e400", "'7'", '"0.5"', "&a 3", "*a", "!!str 3", "!!int '3'", "!!float 3", "!!binary aGk=",
+        "!!set {a}", "|\n  a\n  b", "=",
+        "+7", "-0", "7.", ".5", "2.0", "1.5", "12e03", "190:20:30", "0.0.1", "1,000", '"\\ud800"', "'",
+        "x # y", "? a", "- a",
         "99999999999999999999", "0777", "08", "1__0", "{<<: {a: 1}}"]  # fmt: skip
 JSON = [
     "null",
@@ -128,16 +141,19 @@ JSON = [
     '"a\\u0000b"',
     "1" * 30,
     "01",
-]
+]  # fmt: skip
 
 
 def objects() -> list[Any]:
     """Values from Python."""
     return [
-        None, True, False, 0, 1, -1, 2, 3, 1.5, 2.0, math.nan, math.inf, -math.inf, 10**30, -(10**30), "", "x", "false",
-        "1", "1e-3", "\ud800", "a" * 5000, b"x", [], [1], ["x"], [None], [[1]], (), (1,), {}, {"a": 1}, {1: 2}, {"x"},
+        None, True, False, 0, 1, -1, 2, 3, 1.5, 2.0, math.nan, math.inf, -math.inf, 10**30, -(10**30),
+        "", "x", "false",
+        "1", "1e-3", "\ud800", "a" * 5000, b"x", [], [1], ["x"], [None], [[1]], (), (1,), {}, {"a": 1},
+        {1: 2}, {"x"},
         np.float32(0.5), np.int64(3), np.bool_(True), np.nan, np.array([1, 2]), np.array(1), torch.tensor(3), torch.float32,
-        Path("x"), decimal.Decimal("0.5"), datetime.date(2026, 11, 28), object(), int, len, 1j, iter([1]), Ellipsis,
+        Path("x"), decimal.Decimal("0.5"), datetime.date(2026, 11, 28), object(), int, len, 1j,
+        iter([1]), Ellipsis,
         1e308, 5e-324, 2**31, 2**63,
     ]  # fmt: skip
 
@@ -268,7 +284,7 @@ class Place:
                 kind, text = "refused", f"lockstep: {error}"
             except SystemExit as stop:
                 kind = f"SystemExit {stop.code}"
-            except BaseException:
+            except Exception:  # noqa: BLE001
                 kind, text = "traceback", traceback.format_exc(limit=-4)
             seconds = time.process_time() - start
         found = Outcome(kind, text or said[0], seconds)
@@ -279,7 +295,7 @@ class Place:
         import lockstep
 
         name = CONFIGS[case.command]
-        base = {n: v for n, v in self.base(case.command).items()}
+        base = self.base(case.command)
         given = {n: base.pop(n) for n in ("model_name_or_path", "dataset_name", "reward_funcs")}
         config = getattr(lockstep, f"{name}Config")(**{**base, **dict(case.given)})
         from datasets import Dataset
@@ -386,7 +402,8 @@ def faults_of(case: Case, found: Outcome) -> list[str]:
 
 # How a sentence names what a field holds.
 CALLED = {
-    "reward_funcs": "reward function", "tools": "tool ", "environment_factory": "environment ", "dataset_name": "data ",
+    "reward_funcs": "reward function", "tools": "tool ", "environment_factory": "environment ",
+    "dataset_name": "data ",
     "model_name_or_path": "model ", "model": "model ",
 }  # fmt: skip
 

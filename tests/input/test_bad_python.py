@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from bad_input import Row, refused, rows
@@ -15,7 +16,7 @@ from transformers import BertConfig, BertModel
 
 from lockstep import GRPOConfig, GRPOTrainer, OnlineDPOTrainer
 from lockstep.connection import connect
-from lockstep.errors import LockstepError
+from lockstep.errors import InputError, LockstepError
 
 DATA = datasets.Dataset.from_dict({"prompt": [f"p{i}" for i in range(8)]})
 

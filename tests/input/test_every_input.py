@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 from every_input import FIELDS, OPTIONS, Case, Place, options, pairs, singles, ways
@@ -18,8 +17,8 @@ SEED = int(os.environ.get("LOCKSTEP_INPUT_SEED", "20261128"))
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    yield Place(tmp_path_factory.mktemp("every"))
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("every"))
 
 
 def check_all(place: Place, cases: list[Case], capfd: pytest.CaptureFixture[str]) -> None:
