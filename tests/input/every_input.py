@@ -66,39 +66,39 @@ OPTIONS = {
     "demo": {"--recipe": "text", "--config": "path"},
     "grpo": {"--recipe": "text", "--config": "path"},
 }  # fmt: skip
+
+
+def _each(text: str) -> list[str]:
+    return text.split()
+
+
 PATHS = [
     "", " ", "a\0b", "\udcff", "a" * 300, "a/" * 3000, "a\nb", "\x1b[31m",
-    *[".", "..", "nowhere", "nowhere/x", "data.jsonl", "/dev/null", "/dev/null/x", "/dev/full", "/proc/1/mem", "~", "~nobody/x", "[1]", "--x", "-", "http://x", "x.json"],
+    *_each(". .. nowhere nowhere/x data.jsonl /dev/null /dev/null/x /dev/full /proc/1/mem ~ ~nobody/x [1] --x - x.json"),
 ]  # fmt: skip
-WRONG = [
-    "",
-    " ",
-    "\udcff",
-    "a\0b",
-    *["x", "None", "null", "[1]", "{}", "nan", "inf", "-inf", "ä", "٣", "--seed", "-"],
-]
+WRONG = ["", " ", "\udcff", "a\0b", *_each("x None null [1] {} nan inf -inf ä ٣ --seed -")]
 WORDS = {
     "int": [
-        *WRONG, *["0", "1", "2", "3", "-1", "010", "0x10", "1_000", "1:30", "1.5", "2.0", "1e3", "true", "100000000", "2147483648", "9223372036854775808"],
+        *WRONG, *_each("0 1 2 3 -1 010 0x10 1_000 1:30 1.5 2.0 1e3 true 100000000 2147483648 9223372036854775808"),
         "1" * 30, "1" * 5000,
     ],
-    "float": [*WRONG, *["0", "1", "0.5", "-0.5", "2", "1e3", "1e30", "1e308", "1e400", "1e-30", "-1", "1:30", "0,5", "5%", "true", "1_0.5"]],
-    "bool": [*WRONG, *["true", "False", "yes", "no", "on", "off", "1", "0", "2", "T"]],
+    "float": [*WRONG, *_each("0 1 0.5 -0.5 2 1e3 1e30 1e308 1e400 1e-30 -1 1:30 0,5 5% true 1_0.5")],
+    "bool": [*WRONG, *_each("true False yes no on off 1 0 2 T")],
     "choice": WRONG,
     "text": [
-        *WRONG, *["<b>", "~", "$HOME", "/proc/1/mem", "/dev/full", "../..", "{broken", "true", "7", "1e3", "none", "http://x", "file.py:f", "a=b"],
+        *WRONG, *_each("<b> ~ $HOME /proc/1/mem /dev/full ../.. {broken true 7 1e3 none http://x file.py:f a=b"),
         "a" * 5000, "a\nb", "\x1b[31mred", '{"a": 1}', '{"a": NaN}', "[1, 2", "a b",
     ],
     "other": [*WRONG, "true", "1", '{"a": 1}'],
 }  # fmt: skip
 YAML = [
-    *["~", "null", "[]", "{}", "[~]", "[[1]]", "010", "1:30", "1e3", "1e-7", "0x1F", "0o17", "0b11", "1_000", "2026-11-28", "on", "off", "yes", "no", "n", "True", "FALSE", ".nan", ".inf"],
-    *["-.Inf", "1e400", "'7'", '"0.5"', "*a", "=", "+7", "-0", "7.", ".5", "2.0", "1.5", "12e03", "190:20:30", "0.0.1", "1,000", "'", "0777", "08", "1__0"],
-    "", "[1, 2]", "{a: 1}", "{a: ~}", "2026-11-28 10:00:00", "&a 3", "!!str 3", "!!int '3'", "!!float 3", "!!binary aGk=",
-    "!!set {a}", "|\n  a\n  b", '"\\ud800"', "x # y", "? a", "- a", "9" * 20, "{<<: {a: 1}}",
+    *_each("~ null [] {} [~] [[1]] 010 1:30 1e3 1e-7 0x1F 0o17 0b11 1_000 2026-11-28 on off yes no n True FALSE .nan"),
+    *_each(".inf -.Inf 1e400 '7' \"0.5\" *a = +7 -0 7. .5 2.0 1.5 12e03 190:20:30 0.0.1 1,000 ' 0777 08 1__0"),
+    "", "[1, 2]", "{a: 1}", "{a: ~}", "2026-11-28 10:00:00", "&a 3", "!!str 3", "!!int '3'", "!!float 3",
+    "!!binary aGk=", "!!set {a}", "|\n  a\n  b", '"\\ud800"', "x # y", "? a", "- a", "9" * 20, "{<<: {a: 1}}",
 ]  # fmt: skip
 JSON = [
-    *["null", "0", "1", "-1", "1.5", "2.0", "1e3", "1E400", "NaN", "-Infinity", "true", "false", "[]", "{}", "[null]", "[[1]]", "01"], "1" * 30, "[1, 2]",
+    *_each("null 0 1 -1 1.5 2.0 1e3 1E400 NaN -Infinity true false [] {} [null] [[1]] 01"), "1" * 30, "[1, 2]",
     *('""', '"7"', '"x"', '"true"', '{"a": 1}', '{"a": null}', '{"a": [1e-7]}', '"\\ud800"', '"a\\u0000b"'),
 ]  # fmt: skip
 
