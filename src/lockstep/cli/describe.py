@@ -59,17 +59,18 @@ def as_text(described: dict[str, dict[str, Any]]) -> str:
 def _fields_of(places: tuple[str, ...]) -> dict[str, Any]:
     classes = [getattr(import_module(where), name) for where, name in (place.split(":") for place in places)]
     said: dict[str, dict[str, Any]] = {}
-    mappings: set[str] = set()
+    kinds: dict[str, frozenset[str]] = {}
     for own in classes:
         said |= options_of(own)
-        mappings |= {name for name, kinds in kinds_of(own).items() if "dict" in kinds}
+        kinds |= kinds_of(own)
     # A switch that is on by default has a second action, which turns it off.
     actions = {
         a.dest: a for a in HfArgumentParser(classes)._actions if not isinstance(a, argparse._StoreFalseAction)
     }
     found = {name: _entry(actions[name], said[name]) for name in said if name in actions}
-    for name in mappings & found.keys():
-        found[name]["mapping"] = True
+    for name, entry in found.items():
+        takes = kinds.get(name, frozenset())
+        entry |= {key: True for key, kind in (("mapping", "dict"), ("several", "list")) if kind in takes}
     return found
 
 

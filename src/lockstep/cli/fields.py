@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -179,7 +180,9 @@ def _check_forms(content: dict[str, Any], fields: dict[str, dict[str, Any]]) -> 
     """
     for name, value in content.items():
         entry = fields.get(name, {})
-        if isinstance(value, list) and entry.get("nargs") != "+":
+        # A list of one value may stand for the value where Python takes a list.
+        most = math.inf if entry.get("nargs") == "+" else int("several" in entry)
+        if isinstance(value, list) and ("several" not in entry or len(value) > most):
             raise InputError(f"{name}={value!r:.80} is a list, and {name} takes one value")
         if isinstance(value, dict) and "mapping" not in entry:
             takes = "a list of values" if entry.get("nargs") == "+" else "one value"

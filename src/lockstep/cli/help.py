@@ -69,8 +69,8 @@ _LONGEST_CHOICES = 60
 def fields_of(command: str) -> dict[str, dict[str, Any]]:
     """The entry of each field of a command: `type`, `help`, and what else applies to it.
 
-    That is `default`, `choices`, `nargs`; `mapping` if it takes one; `group`, `common`, `bounds`, `only`, `no_effect`
-    as in `config/option.py`; and `inherited` for fields of transformers.
+    That is `default`, `choices`, `nargs`; `mapping` or `several` if it takes a mapping or a list; `group`, `common`,
+    `bounds`, `only`, `no_effect` as in `config/option.py`; and `inherited` for fields of transformers.
     """
     described = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
     return {**described["shared"], **described[_SAME.get(command, command)]}

@@ -592,7 +592,11 @@ class OnlineConfig(
         if not server:
             return
         if self.use_vllm is False:
-            raise InputError("vllm_mode=server and use_vllm=false contradict each other; leave use_vllm out")
+            named = [
+                n for n in ("vllm_server_base_url", "vllm_server_url_file") if getattr(self, n) is not None
+            ]
+            asks = named[0] if named else "vllm_mode=server"
+            raise InputError(f"{asks} and use_vllm=false contradict each other; leave use_vllm out")
         if self.vllm_engine_kwargs:
             raise InputError(
                 "vllm_engine_kwargs are for vLLM in this process; give them to 'lockstep serve' instead"
@@ -752,8 +756,8 @@ class GroupConfig(OnlineConfig):
         self.generation_batch_size = batch * self.steps_per_generation
         if self.generation_batch_size % self.num_generations:
             raise InputError(
-                f"one generation makes {self.generation_batch_size} completions ({batch} × "
-                f"steps_per_generation={self.steps_per_generation}), not a multiple of "
+                f"one generation makes {self.generation_batch_size} completions (per_device_train_batch_size × "
+                f"processes = {batch}, × steps_per_generation={self.steps_per_generation}), not a multiple of "
                 f"num_generations={self.num_generations}"
             )
         if self.steps_per_generation % self.gradient_accumulation_steps:
