@@ -4035,8 +4035,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a long input makes a long sentence",
-        "and len(text) > _LONGEST:",
-        "and False:",
+        "text if len(text) <= _LONGEST else f",
+        "text if True else f",
         "tests/input/test_bad_words.py::test_a_sentence_about_a_long_input_keeps_its_beginning_and_its_end",
     ),
     Mutation(

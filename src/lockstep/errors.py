@@ -24,21 +24,21 @@ class LockstepError(RuntimeError):
         super().__init__(*(visible(masked(text)) if isinstance(text, str) else text for text in said))
 
 
-# Characters of an `InputError`, and how many of them stand at its beginning where its middle is left out.
+# Characters of a sentence, and how many of them stand at its beginning where its middle is left out.
 _LONGEST, _BEGINNING = 500, 300
 
 
-class InputError(LockstepError, ValueError):
-    """Invalid input from outside: a config field, a dataset, a model directory or a reward function.
+def shortened(text: str) -> str:
+    """A text that may quote a long input, with its beginning and its end."""
+    return text if len(text) <= _LONGEST else f"{text[:_BEGINNING]} … {text[_BEGINNING + 3 - _LONGEST :]}"
 
-    A message that quotes a long input keeps its beginning and its end.
-    """
+
+class InputError(LockstepError, ValueError):
+    """Invalid input from outside: a config field, a dataset, a model directory or a reward function."""
 
     def __init__(self, *said: object) -> None:
         super().__init__(*said)
-        if self.args and isinstance(text := self.args[0], str) and len(text) > _LONGEST:
-            end = text[_BEGINNING + 3 - _LONGEST :]
-            self.args = (f"{text[:_BEGINNING]} … {end}", *self.args[1:])
+        self.args = tuple(shortened(text) if isinstance(text, str) else text for text in self.args)
 
 
 def check_extra(what: str, extra: str, *modules: str) -> None:

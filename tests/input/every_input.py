@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import decimal
+import functools
 import json
 import math
 import os
@@ -32,9 +33,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.cli.help import fields_of
+from lockstep.cli import help as of_commands
 from lockstep.cli.main import TRAINING, main
 from lockstep.errors import LockstepError
+
+fields_of = functools.cache(of_commands.fields_of)
 
 LONGEST = 500
 # CPU seconds of a check, beside the import of libraries, which a process does once.
@@ -49,7 +52,7 @@ OPTIONS = {
         "0": "model", "--host": "text", "--port": "int", "--key_file": "path", "--dtype": "text",
         "--quantization": "text",
         "--max_model_len": "int", "--max_num_seqs": "int", "--tensor_parallel_size": "int",
-        "--data_parallel_size": "int", "--gpu_memory_utilization": "float", "--max-num-batched-tokens": "int",
+        "--data_parallel_size": "int", "--gpu_memory_utilization": "float",
     },
     "audit": {
         "0": "path", "--model": "model", "--temperature": "float", "--top_k": "int", "--top_p": "float",
@@ -349,7 +352,9 @@ def faults_of(case: Case, found: Outcome) -> list[str]:
         if case.way != "options" and not any(said_in(name, value, last) for name, value in case.given):
             faults.append("names no field")
     if found.kind in ("accepted", "refused"):
-        faults += [f"noise: {line:.150}" for line in lines if not OURS.match(line)][:1]
+        # The lines of such a command may be its result.
+        noise = [line for line in lines if not OURS.match(line)] if case.way != "options" else []
+        faults += [f"noise: {line:.150}" for line in noise[:1]]
         if len(set(lines)) < len(lines):
             faults.append("said twice")
     if found.kind == "accepted" and len(names) == 1 and case.way != "options" and (why := wrong_type(case)):
@@ -448,6 +453,7 @@ def singles(command: str) -> list[Case]:
     ]
 
 
+@functools.cache
 def config_fields(command: str) -> set[str]:
     import dataclasses
 

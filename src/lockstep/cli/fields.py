@@ -21,14 +21,20 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import re
-import sys
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import yaml
 
-from lockstep.cli.help import check_names, check_words, fields_of, read_file, recipe_file, underscored
+from lockstep.cli.help import (
+    check_names,
+    check_text,
+    check_words,
+    fields_of,
+    read_file,
+    recipe_file,
+    underscored,
+)
 from lockstep.config.checks import check_bounds
 from lockstep.config.effect import say_without_effect, set_fields
 from lockstep.config.option import COUNT, SEED, Bounds, option
@@ -144,7 +150,7 @@ def read(words: list[str], command: str) -> Given:
         InputError: a missing or malformed file, an unknown field, a value of the wrong type.
     """
     words = [underscored(word) for word in words]
-    _check_text(words)
+    check_text(words)
     switches = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     switches.add_argument("--config", action="append")
     switches.add_argument("--recipe", action="append")
@@ -162,7 +168,7 @@ def read(words: list[str], command: str) -> Given:
     _check_forms(content, fields)
     check_names([w[2:].split("=")[0] for w in rest if w.startswith("--")], fields, "the command line")
     together = [*_words(content, fields), *rest]
-    _check_text(together)
+    check_text(together)
     return Given(
         tuple(together),
         check_words(together, fields),
@@ -192,26 +198,6 @@ def _check_forms(content: dict[str, Any], fields: dict[str, dict[str, Any]]) -> 
             raise InputError(
                 f"{name} is null, and a config file cannot say that; leave it out for {default!r}, or give a value"
             )
-
-
-def _check_text(words: list[str]) -> None:
-    """Refuse words that no file name and no text can hold.
-
-    Raises:
-        InputError: there is such a word.
-    """
-    for word in words:
-        try:
-            is_text = b"\0" not in os.fsencode(word)
-        except UnicodeEncodeError as error:
-            is_text = False
-            if not "\ud800" <= word[error.start] <= "\udfff":
-                raise InputError(
-                    f"{word!r:.80} holds a character that file names cannot have in this locale "
-                    f"({sys.getfilesystemencoding()}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
-                ) from error
-        if not is_text:
-            raise InputError(f"{word!r:.80} holds a character that is not text")
 
 
 def said_of(given: Given, arguments_class: type[Arguments]) -> Arguments:

@@ -21,8 +21,10 @@ import argparse
 import difflib
 import functools
 import json
+import os
 import re
 import shutil
+import sys
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -102,6 +104,26 @@ def check_words(words: list[str], fields: dict[str, dict[str, Any]]) -> dict[str
         for number in numbers_of(value):
             check_possible(name, number, None if bounds is None else Bounds(**bounds))
     return given
+
+
+def check_text(words: list[str]) -> None:
+    """Refuse words that no file name and no text can hold.
+
+    Raises:
+        InputError: there is such a word.
+    """
+    for word in words:
+        try:
+            is_text = b"\0" not in os.fsencode(word)
+        except UnicodeEncodeError as error:
+            is_text = False
+            if not "\ud800" <= word[error.start] <= "\udfff":
+                raise InputError(
+                    f"{word!r:.80} holds a character that file names cannot have in this locale "
+                    f"({sys.getfilesystemencoding()}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+                ) from error
+        if not is_text:
+            raise InputError(f"{word!r:.80} holds a character that is not text")
 
 
 def check_names(names: list[str], fields: dict[str, Any], where: str) -> None:
@@ -345,6 +367,10 @@ class WordParser(argparse.ArgumentParser):
 
     def __init__(self, **options: object) -> None:
         super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        check_text(args or [])
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise InputError(message)
