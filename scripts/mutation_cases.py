@@ -2548,10 +2548,10 @@ MUTATIONS = [
         "test_a_run_is_resumed_to_the_bit_from_every_checkpoint_that_it_leaves[ends of epochs]'",
     ),
     Mutation(
-        "yes and no of a config file are booleans",
-        'if tag != _BOOL or first in "tTfF"]',
-        "if True]",
-        "tests/cli/test_arguments.py",
+        "yes and no in the mapping of a field are booleans",
+        'true|True|TRUE|false|False|FALSE", [*"tTfF"]',
+        'true|True|TRUE|yes|false|False|FALSE|no", [*"tTfFyn"]',
+        "tests/input/test_bad_config_files.py",
     ),
     Mutation(
         "a config in Python says nothing of a removed field's replacement",
@@ -3040,8 +3040,8 @@ MUTATIONS = [
     ),
     Mutation(
         "greedy decoding is scored as sampling from the whole distribution",
-        '"top_k": 1 if self.is_greedy else int(self.top_k)',
-        '"top_k": int(self.top_k)',
+        '({"top_k": 1} if self.is_greedy else {})',
+        "{}",
         "tests/run/test_filter_fields.py",
     ),
     Mutation(
@@ -4049,9 +4049,39 @@ MUTATIONS = [
     ),
     Mutation(
         "1e-7 in the mapping of a field of a config file is a number",
-        "                    _read_numbers(value)\n        return node",
-        "                    pass\n        return node",
+        "(\\d+(\\.\\d*)?|\\.\\d+)([eE][-+]?\\d+)?",
+        "(\\d+(\\.\\d*)|\\.\\d+)([eE][-+]?\\d+)?",
         "tests/input/test_bad_config_files.py::test_a_number_with_an_exponent_is_a_number_in_the_mapping_of_a_field",
+    ),
+    Mutation(
+        "the value of a field is read as YAML's number, not as it is written",
+        "                        entry.tag = _TEXT\n",
+        "                        pass\n",
+        "tests/input/test_bad_config_files.py::test_what_is_written_is_what_a_field_gets",
+    ),
+    Mutation(
+        "the bounds of a number are checked after PyTorch is imported only",
+        "            check_possible(name, number, None if bounds is None else Bounds(**bounds))\n",
+        "            pass\n",
+        "tests/cli/test_fields.py::test_help_and_early_errors_import_nothing_heavy",
+    ),
+    Mutation(
+        "a long input makes a long sentence",
+        "text if len(text) <= _LONGEST else f",
+        "text if True else f",
+        "tests/input/test_bad_words.py::test_a_sentence_about_a_long_input_keeps_its_beginning_and_its_end",
+    ),
+    Mutation(
+        "a device without an end is read as settings",
+        "    if path.exists() and not path.is_file():\n        raise OSError(errno.EINVAL",
+        "    if False:\n        raise OSError(errno.EINVAL",
+        "tests/input/test_bad_words.py::test_settings_are_read_from_files_alone",
+    ),
+    Mutation(
+        "a text that is no choice is taken from Python",
+        "and value not in choices:",
+        "and False:",
+        "tests/input/test_bad_python.py::test_a_text_that_is_no_choice_is_refused",
     ),
     Mutation(
         "an optimizer that cannot be made is refused before a model is loaded",

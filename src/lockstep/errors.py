@@ -24,8 +24,21 @@ class LockstepError(RuntimeError):
         super().__init__(*(visible(masked(text)) if isinstance(text, str) else text for text in said))
 
 
+# Characters of a sentence, and how many of them stand at its beginning where its middle is left out.
+_LONGEST, _BEGINNING = 500, 300
+
+
+def shortened(text: str) -> str:
+    """A text that may quote a long input, with its beginning and its end."""
+    return text if len(text) <= _LONGEST else f"{text[:_BEGINNING]} … {text[_BEGINNING + 3 - _LONGEST :]}"
+
+
 class InputError(LockstepError, ValueError):
     """Invalid input from outside: a config field, a dataset, a model directory or a reward function."""
+
+    def __init__(self, *said: object) -> None:
+        super().__init__(*said)
+        self.args = tuple(shortened(text) if isinstance(text, str) else text for text in self.args)
 
 
 def check_extra(what: str, extra: str, *modules: str) -> None:

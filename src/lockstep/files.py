@@ -55,6 +55,26 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+# Files that hold settings have a few KiB.
+_LARGEST_SETTINGS = 1 << 20
+
+
+def read_settings(path: Path) -> str:
+    """The text of a file in which a user has written settings. A device (/dev/zero) may have no end.
+
+    Raises:
+        OSError: it is no file, has more than 1 MiB, or cannot be read.
+        ValueError: it is not UTF-8.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is not a file", str(path))
+    with path.open("rb") as opened:
+        found = opened.read(_LARGEST_SETTINGS + 1)
+    if len(found) > _LARGEST_SETTINGS:
+        raise OSError(errno.EFBIG, "has more than 1 MiB", str(path))
+    return found.decode()
+
+
 def check_writable(path: Path) -> None:
     """Refuse a file that `replacing` cannot write. Nothing is changed."""
     if path.is_dir():

@@ -55,7 +55,7 @@ from lockstep.config.table import with_key
 from lockstep.devices import has_fast_bf16
 from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, check_adapters, usual_sequences
 from lockstep.engines.vllm.start import vllm_installed
-from lockstep.errors import InputError
+from lockstep.errors import InputError, one_line
 from lockstep.extensions import SHARDINGS, load
 from lockstep.models.arithmetic import Precision, liger_config
 from lockstep.models.policy import check_init_kwargs
@@ -351,7 +351,11 @@ class OnlineConfig(
         self.template_clock = TemplateClock(datetime.now())
         check_accelerator(self.accelerator_config)
         with meeting_ranks(os.environ, self.ddp_timeout, use_cpu=self.use_cpu):
-            super().__post_init__()
+            try:
+                super().__post_init__()
+            except (ValueError, TypeError, ArithmeticError, ImportError) as error:
+                # Fields that contradict each other, or that this machine does not support.
+                raise InputError(one_line(error) or type(error).__name__) from error
         use_one_gpu(self)
         if self.zero is not None:
             self.zero.check_values(self)
@@ -558,7 +562,11 @@ class OnlineConfig(
         if not server:
             return
         if self.use_vllm is False:
-            raise InputError("vllm_mode=server and use_vllm=false contradict each other; leave use_vllm out")
+            named = [
+                n for n in ("vllm_server_base_url", "vllm_server_url_file") if getattr(self, n) is not None
+            ]
+            asks = named[0] if named else "vllm_mode=server"
+            raise InputError(f"{asks} and use_vllm=false contradict each other; leave use_vllm out")
         if self.vllm_engine_kwargs:
             raise InputError(
                 "vllm_engine_kwargs are for vLLM in this process; give them to 'lockstep serve' instead"
@@ -718,8 +726,8 @@ class GroupConfig(OnlineConfig):
         self.generation_batch_size = batch * self.steps_per_generation
         if self.generation_batch_size % self.num_generations:
             raise InputError(
-                f"one generation makes {self.generation_batch_size} completions ({batch} × "
-                f"steps_per_generation={self.steps_per_generation}), not a multiple of "
+                f"one generation makes {self.generation_batch_size} completions (per_device_train_batch_size × "
+                f"processes = {batch}, × steps_per_generation={self.steps_per_generation}), not a multiple of "
                 f"num_generations={self.num_generations}"
             )
         if self.steps_per_generation % self.gradient_accumulation_steps:

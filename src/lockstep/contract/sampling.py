@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -326,8 +327,10 @@ def _read(grammar: Grammar, reader: Any, prefix: str) -> Any:
     try:
         return getattr(reader, prefix + name)(spec)
     except RuntimeError as error:
+        # xgrammar puts the time and the line of its own source before its text.
+        why = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error))
         raise InputError(
-            f"the {grammar.kind} of the structured outputs cannot be read: {str(error)[:300]}"
+            f"the {grammar.kind} of the structured outputs cannot be read: {why[:300]}"
         ) from error
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.config.option import value_of
 from lockstep.errors import InputError
+from lockstep.files import read_settings
 from lockstep.private_caches import expanded
 from lockstep.shards.settings import switch_off, switched_on
 
@@ -200,8 +201,7 @@ def _read(given: Any) -> dict[str, Any]:
         return dict(given)
     text = str(given)
     try:
-        is_json = text.lstrip().startswith("{")
-        found = json.loads(text if is_json else expanded(text).read_text(encoding="utf-8"))
+        found = json.loads(text if text.lstrip().startswith("{") else read_settings(expanded(text)))
     except (OSError, ValueError) as error:
         raise InputError(f"deepspeed={text[:200]} cannot be read: {error}") from error
     if not isinstance(found, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -68,7 +69,13 @@ def run(words: list[str]) -> int:
         say(resolved(arguments, config), end="")
         return 0
 
+    plain = copy.deepcopy(config)
+
     def config_with(changes: Mapping[str, int | float]) -> Any:
+        if not changes:
+            # What a config says is said once.
+            made = copy.deepcopy(plain)
+            return _for_faults(made) if arguments.self_test else made
         more = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
         made = build(read([*_with_dtype(words), *sizes, *more], "verify"), StageConfig, VerifyArguments)[1]
         return _for_faults(made) if arguments.self_test else made

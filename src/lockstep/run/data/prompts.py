@@ -379,7 +379,8 @@ def _check_size(config: OnlineConfig) -> None:
     if count > _MOST_COMPLETIONS:
         raise InputError(
             f"a generation has {count:,} completions ({config.prompts_per_generation} prompts × {config.group_size}): "
-            f"more than {_MOST_COMPLETIONS:,} do not fit into memory; lower the batch or the completions per prompt"
+            f"more than {_MOST_COMPLETIONS:,} do not fit into memory; lower per_device_train_batch_size, "
+            "generation_batch_size or the completions per prompt"
         )
 
 
