@@ -141,6 +141,22 @@ def test_a_script_leaves_the_files_of_the_command_line(
     assert not (folder / "before.json").exists()
 
 
+def test_an_evaluation_at_the_start_is_in_the_metrics_and_the_report(
+    make: Callable[..., GRPOTrainer], tmp_path: Path
+) -> None:
+    folder, saved = tmp_path / "run", {"save_strategy": "steps", "save_steps": 2}
+    for earlier in (0, 2):
+        run = make(HELD_OUT, eval_on_start=True, max_steps=2 + earlier, **saved)
+        run.train(resume_from_checkpoint=str(folder / "checkpoint-2") if earlier else None)
+        record = read_run(folder)
+        evaluated = [line["step"] for line in record.metrics if "eval_reward" in line]
+        assert evaluated == ([0, 2] if earlier else [0])
+        assert [line["step"] for line in record.steps] == list(range(1, 3 + earlier))
+    assert "held out" in (folder / "report.html").read_text()
+    # The lines of the part before are those of the checkpoint.
+    assert not list(folder.glob("damaged-*"))
+
+
 def strict(text: str) -> Any:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
@@ -157,6 +173,7 @@ def test_the_files_of_a_run_are_json_where_a_figure_is_nan(
     files, nan = RunFiles(trainer, 0.0), float("nan")  # type: ignore[arg-type]
     files.on_train_begin(None, None, None)
     monkeypatch.setattr(files, "write_report", lambda: None)
+    monkeypatch.setattr(files, "_begin", lambda state: None)
     files.on_log(
         None, SimpleNamespace(global_step=3), None, {"loss": nan, "entropy": 1.0, "eval_reward": float("inf")}
     )
