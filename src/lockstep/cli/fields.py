@@ -22,13 +22,14 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import yaml
 
 from lockstep.cli.help import check_names, check_words, fields_of, read_file, recipe_file, underscored
 from lockstep.config.checks import check_bounds
-from lockstep.config.effect import say_without_effect, set_fields
+from lockstep.config.effect import say_without_effect, set_fields, tell_no_effect
 from lockstep.config.option import COUNT, SEED, Bounds, option
 from lockstep.config.table import with_key
 from lockstep.errors import InputError, one_line
@@ -133,6 +134,12 @@ class Given:
     dry_run: bool
     recipe: str | None = None
     typed: tuple[str, ...] = ()
+
+    @property
+    def typed_names(self) -> set[str]:
+        """The fields that the user typed."""
+        words = (word[2:].partition("=")[0] for word in self.typed if word.startswith("--"))
+        return {word if word in self.values else word.removeprefix("no_") for word in words} & self.values.keys()
 
 
 def read(words: list[str], command: str) -> Given:
@@ -306,13 +313,51 @@ class AdaptedRunArguments(RunArguments):
     )
 
 
-def check_effect(given: RunArguments) -> None:
+# Fields that decide only what is learned, and when.
+_LEARNING = {
+    *("learning_rate", "max_steps", "num_train_epochs", "gradient_accumulation_steps", "num_iterations"),
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args", "weight_decay"),
+    *("max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "epsilon", "epsilon_high", "delta"),
+    *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "scale_rewards", "loss_type"),
+    *("sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
+    *("vespo_lambda_neg", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "entropy_coef_min"),
+    *("entropy_coef_max", "entropy_coef_delta", "entropy_target", "off_policy_mask_threshold"),
+    *("filter_zero_variance", "no_positive_resampling", "mask_truncated_completions", "shuffle_dataset"),
+    *("router_aux_loss_coef", "importance_sampling_level", "use_bias_correction_kl", "average_by_prompt"),
+    *("eval_strategy", "eval_steps", "eval_on_start", "eval_delay", "resume_with_changes", "rollouts_size_limit"),
+    *("logging_steps", "logging_strategy", "logging_first_step"),
+}
+_OF_A_RUN = "saving"
+
+
+def decides_learning(name: str, field: dict[str, Any]) -> bool:
+    """Whether a field only decides what is learned or saved, so that it has no effect where nothing is."""
+    return name in _LEARNING or field.get("group") == _OF_A_RUN
+
+
+def check_effect(
+    given: RunArguments, source: Given | None = None, unused: Collection[str] = (), where: str = ""
+) -> None:
     """Say which arguments of a command have no effect.
+
+    Args:
+        source: the words, for a command that does not train. The file may be that of a run, so that of the fields that
+            only a run uses the typed ones are looked at. If `use_peft` is typed, this holds for an adapter's too.
+        unused: the fields that such a command does not use.
+        where: the end of the line about them.
 
     Raises:
         InputError: an adapter field is set without `use_peft`, or a field of the 4-bit format without `load_in_4bit`.
     """
-    say_without_effect(given, set_fields(given))
+    named = set(set_fields(given))
+    if source is not None:
+        typed = source.typed_names
+        if "use_peft" in typed:
+            named &= _GENERAL | typed
+        if ignored := sorted(typed & set(unused)):
+            tell_no_effect(ignored, where)
+            named -= set(ignored)
+    say_without_effect(given, named)
 
 
 def adapter_arguments(given: AdaptedRunArguments) -> dict[str, Any]:

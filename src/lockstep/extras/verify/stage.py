@@ -351,7 +351,7 @@ def open_stage(
             {"prompt": before + prompt if plain else prompt, "images": images} for prompt, images in shown
         ]
     with temporary_folder("lockstep-verify-") as folder:
-        config.output_dir, config.reward_weights = str(folder), None
+        config.output_dir, config.reward_weights, config.push_to_hub = str(folder), None, False
         trainer = GRPOTrainer(
             model,
             _alternating,

@@ -98,10 +98,19 @@ from lockstep.watch.settings import SettingsProof
 _LONGEST_CALL = 12
 # Completions that `each_rollout` asks for at a time: enough for an engine to be busy.
 _PART = 256
+# Fields with paths that are used again while a run trains.
+_PATHS = ("output_dir", "vllm_server_url_file", "vllm_server_key_file")
 
 
 Config = TypeVar("Config", bound=OnlineConfig)
 Data: TypeAlias = Dataset | IterableDataset
+
+
+def keep_places(args: OnlineConfig) -> None:
+    """Make paths absolute: a callback may change the working directory."""
+    for name in _PATHS:
+        if getattr(args, name):
+            setattr(args, name, str(expanded(getattr(args, name)).absolute()))
 
 
 class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCheckpoints, Generic[Config]):
@@ -177,6 +186,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
                 f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}"
             )
         self.config: Any = args
+        keep_places(args)
         asked, self.optimizer_fields = user_settings(vars(args)), optimizer_fields(vars(args))
         self._is_closed = False
         processing_class, image_processor = parts_of_processor(processing_class)
