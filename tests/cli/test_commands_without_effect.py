@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lockstep.cli.fields import AdaptedRunArguments, decides_learning
@@ -53,7 +55,7 @@ def test_words_with_an_effect_are_not_said(command: str, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("command", ["evaluate", "gateway"])
 def test_adapter_fields_without_an_adapter_are_refused_and_an_adapter_too(
-    command: str, tmp_path, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "lora_r has no effect without use_peft" in said(command, ["--lora_r", "4"], capsys)[-1]
     # The config of a run has its adapter's fields.
@@ -67,28 +69,29 @@ def test_adapter_fields_without_an_adapter_are_refused_and_an_adapter_too(
 
 @pytest.mark.parametrize("flag", ["receipt", "explain"])
 def test_verify_of_files_says_that_nothing_else_is_used(
-    flag: str, tmp_path, capsys: pytest.CaptureFixture[str]
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["verify", f"--{flag}", str(tmp_path / "none"), "--model", "m", "--self_test", "--json", "x"])
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "no effect" in line]
     assert line.endswith(f"json and model and self_test have no effect with {flag}")
 
 
-def test_the_command_of_an_evaluation_has_no_words_without_an_effect(tmp_path) -> None:
+def test_the_command_of_an_evaluation_has_no_words_without_an_effect(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2").mkdir()
-    for name in ("trainer_state.json", "config.json"):
-        (tmp_path / "checkpoint-2" / name).write_text("{}")
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text('{"global_step": 2}')
     typed = ["--config", "c d.yaml", "--max_steps", "3", "--lora_r", "4", "--push_to_hub", "--seed", "1"]
     lines = next_lines(tmp_path, adapter=True, typed=typed)
-    evaluation = [line.split("lockstep ")[1] for line in lines if "lockstep evaluate" in line]
-    assert len(lines) == 1 or evaluation[0].startswith("evaluate --config 'c d.yaml' --seed 1 --model_name_or_path")
+    (evaluation,) = [line.strip() for line in lines if "lockstep evaluate" in line]
+    assert evaluation.startswith("lockstep evaluate --config 'c d.yaml' --seed 1 --model_name_or_path")
 
 
 def test_what_decides_learning_are_fields_of_a_run() -> None:
     fields = fields_of("evaluate")
     unused = {name for name, field in fields.items() if decides_learning(name, field)}
     assert {"learning_rate", "push_to_hub", "save_steps"} <= unused
-    assert not unused & set(set_fields(AdaptedRunArguments(model_name_or_path="m", eval_size=3, train_size=3)))
+    assert not unused & set(
+        set_fields(AdaptedRunArguments(model_name_or_path="m", eval_size=3, train_size=3))
+    )
     from lockstep.cli.fields import _LEARNING
 
     assert fields.keys() >= _LEARNING

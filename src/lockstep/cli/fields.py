@@ -139,7 +139,9 @@ class Given:
     def typed_names(self) -> set[str]:
         """The fields that the user typed."""
         words = (word[2:].partition("=")[0] for word in self.typed if word.startswith("--"))
-        return {word if word in self.values else word.removeprefix("no_") for word in words} & self.values.keys()
+        return {
+            word if word in self.values else word.removeprefix("no_") for word in words
+        } & self.values.keys()
 
 
 def read(words: list[str], command: str) -> Given:
@@ -324,7 +326,14 @@ _LEARNING = {
     *("entropy_coef_max", "entropy_coef_delta", "entropy_target", "off_policy_mask_threshold"),
     *("filter_zero_variance", "no_positive_resampling", "mask_truncated_completions", "shuffle_dataset"),
     *("router_aux_loss_coef", "importance_sampling_level", "use_bias_correction_kl", "average_by_prompt"),
-    *("eval_strategy", "eval_steps", "eval_on_start", "eval_delay", "resume_with_changes", "rollouts_size_limit"),
+    *(
+        "eval_strategy",
+        "eval_steps",
+        "eval_on_start",
+        "eval_delay",
+        "resume_with_changes",
+        "rollouts_size_limit",
+    ),
     *("logging_steps", "logging_strategy", "logging_first_step"),
 }
 _OF_A_RUN = "saving"

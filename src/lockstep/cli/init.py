@@ -102,9 +102,7 @@ def run(words: list[str]) -> int:
         reward = json.dumps(f"{rewards}:right_answer", ensure_ascii=False)
         replace_text(
             config,
-            _CONFIG.format(
-                config=typed, reward=reward, output=json.dumps(str(output), ensure_ascii=False)
-            ),
+            _CONFIG.format(config=typed, reward=reward, output=json.dumps(str(output), ensure_ascii=False)),
         )
         replace_text(rewards, _REWARDS.format(config=config, rewards=quote(str(rewards))))
     except OSError as error:

@@ -463,7 +463,9 @@ def _not_in_evaluation() -> set[str]:
     """Fields of a run that the command of its evaluation says otherwise, or that have no effect there."""
     from lockstep.cli.fields import decides_learning
 
-    unused = {n for n, f in fields_of("evaluate").items() if decides_learning(n, f) or f.get("group") == "adapter"}
+    unused = {
+        n for n, f in fields_of("evaluate").items() if decides_learning(n, f) or f.get("group") == "adapter"
+    }
     return {f"--{name}" for name in unused | {"model_name_or_path"}}
 
 

@@ -26,7 +26,21 @@ from lockstep.private_caches import expanded
 READERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _ENDINGS = f"{', '.join(READERS)}, each also with .gz behind it"
 # Endings of other files, which no hub id has.
-_OTHERS = (".txt", ".tsv", ".xlsx", ".xls", ".arrow", ".zip", ".tar", ".yaml", ".yml", ".py", ".pkl", ".md", ".db")
+_OTHERS = (
+    ".txt",
+    ".tsv",
+    ".xlsx",
+    ".xls",
+    ".arrow",
+    ".zip",
+    ".tar",
+    ".yaml",
+    ".yml",
+    ".py",
+    ".pkl",
+    ".md",
+    ".db",
+)
 # A directory with one of these was written by `datasets`.
 _SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
 # The words by which a file of a directory says which split it belongs to, as on the hub.
@@ -56,9 +70,9 @@ def data_files(name: str, split: str = "train") -> list[Path] | None:
             several formats, or none is of that split.
     """
     path = expanded(name)
-    if path.is_dir():
-        return None if any((path / known).exists() for known in _SAVED) else _shards(path, split)
     there = what_is_at(path)
+    if there == "is a directory":
+        return None if any((path / known).exists() for known in _SAVED) else _shards(path, split)
     if reader_of(path) is None:
         if there == "does not exist" and not _looks_like_a_path(name):
             return None

@@ -30,7 +30,6 @@ from lockstep.files import append_line, check_writable
 from lockstep.progress import busy, watched_by
 from lockstep.safe_text import say
 
-
 _EVALUATION = ("eval_size", "dataset_test_split", "num_generations_eval")
 
 
@@ -104,7 +103,9 @@ def _record(arguments: GatewayArguments, config: Any) -> int:
                 groups, count = groups + 1, count + len(group.rollouts)
     finally:
         trainer.close()
-    say(f"lockstep gateway: {count} rollouts of {groups} prompts are in {arguments.rollouts_file}", flush=True)
+    say(
+        f"lockstep gateway: {count} rollouts of {groups} prompts are in {arguments.rollouts_file}", flush=True
+    )
     return 0
 
 

@@ -34,9 +34,7 @@ def run(words: list[str]) -> int:
     parser.add_argument(
         "--model", required=True, help="directory or hub id of the policy that sampled, at that step"
     )
-    parser.add_argument(
-        "--temperature", type=float, help="where the rows do not say it (default 1)"
-    )
+    parser.add_argument("--temperature", type=float, help="where the rows do not say it (default 1)")
     parser.add_argument("--top_k", type=int, default=0)
     parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--min_p", type=float, default=0.0)

@@ -26,8 +26,8 @@ from lockstep.cli.output import libraries_aside, quiet_libraries
 from lockstep.config.effect import tell_no_effect
 from lockstep.config.option import option
 from lockstep.errors import InputError, ProofError
-from lockstep.files import check_writable, what_is_at
 from lockstep.extras.verify.sizes import SIZES
+from lockstep.files import check_writable, what_is_at
 from lockstep.progress import busy, watched_by
 from lockstep.safe_text import complain, say
 
@@ -77,7 +77,7 @@ def run(words: list[str]) -> int:
     """
     # These sizes come last, so they win over the user's words. They only decide how long the command takes.
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
-    given = replace(read([*_with_dtype(words), *sizes], "verify"), typed=tuple(words))
+    given = replace(read([*_with_dtype(words), *sizes], "verify"), typed=tuple(map(underscored, words)))
     asked = said_of(given, VerifyArguments)
     _say_unused(asked, given)
     check_sizes(asked)
@@ -115,8 +115,23 @@ def run(words: list[str]) -> int:
 # A proof has prompts and rewards of its own: rewards, tools, agents and held-out rows are not used.
 _UNUSED = {
     *SIZES,
-    *("reward_funcs", "reward_weights", "tools", "environment_factory", "rollout_func", "agent", "agent_command"),
-    *("eval_size", "dataset_test_split", "num_generations_eval", "max_steps", "num_train_epochs", "eval_steps"),
+    *(
+        "reward_funcs",
+        "reward_weights",
+        "tools",
+        "environment_factory",
+        "rollout_func",
+        "agent",
+        "agent_command",
+    ),
+    *(
+        "eval_size",
+        "dataset_test_split",
+        "num_generations_eval",
+        "max_steps",
+        "num_train_epochs",
+        "eval_steps",
+    ),
     *("eval_on_start", "eval_delay", "logging_steps", "logging_strategy", "logging_first_step"),
     *("max_thinking_length", "min_thinking_length", "vllm_enable_sleep_mode", "resume_with_changes"),
 }

@@ -41,7 +41,7 @@ from lockstep.learn.scoring import check_scorable
 from lockstep.models.adapters import causal_model
 from lockstep.models.arithmetic import check_gpu
 from lockstep.models.parameters import refuse_shared_memory
-from lockstep.private_caches import use_private_caches
+from lockstep.private_caches import expanded, use_private_caches
 from lockstep.report.alarms import Alarms
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, RolloutGroup
