@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,6 +77,27 @@ def test_a_damaged_evaluation_is_left_out_of_the_rollouts(
         assert printed.err.count("left out, because it is damaged: ") == 1
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "before.json", "summary.json"])
+def test_a_pipe_in_place_of_a_file_is_left_out(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "receipt.jsonl").write_text("")
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    for command in ("compare", "report"):
+        assert main([command, str(run)]) == 0
+        printed = capsys.readouterr()
+        assert f"{name} (it is no file)" in printed.err
+
+
+def test_a_pipe_in_place_of_kept_rollouts_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "rollouts").mkdir()
+    os.mkfifo(run / "rollouts" / "rollouts_1.parquet")
+    assert main(["report", str(run)]) == 0
+    assert main(["rollouts", str(run)]) == 2
+    assert capsys.readouterr().err.count("rollouts_1.parquet (it is no file)") == 2
+
+
 @pytest.mark.parametrize("command", [["report"], ["audit", "--model", "m", "--json"]])
 def test_an_output_that_cannot_be_written_is_found_first(
     run: Path, command: list[str], capsys: pytest.CaptureFixture[str]
@@ -115,6 +137,16 @@ def test_rollouts_of_other_kinds_are_refused_in_one_sentence(text: str, tmp_path
     with pytest.raises(InputError) as found:
         read_dump(tmp_path / "d.jsonl")
     assert len(str(found.value)) <= 500
+
+
+def test_merge_refuses_a_link_to_nothing_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "m"}')
+    (tmp_path / "made").symlink_to("nowhere")
+    assert main(["merge", str(tmp_path / "adapter"), str(tmp_path / "made")]) == 2
+    assert "made exists; give another folder" in capsys.readouterr().err
 
 
 def test_merge_refuses_damaged_settings_and_leaves_no_folder(

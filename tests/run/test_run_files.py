@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError
@@ -63,7 +64,7 @@ def make(untied_dir: str, tmp_path: Path, engine: Engine) -> Callable[..., GRPOT
             "learning_rate": 1e-3,
         }
         base |= {"report_to": "none", "num_generations_eval": 2, "recheck_rewards": False}
-        config = GRPOConfig(str(tmp_path / "run"), **{**base, **fields})
+        config = GRPOConfig(**{"output_dir": str(tmp_path / "run"), **base, **fields})
         return GRPOTrainer(untied_dir, by_length, config, PROMPTS, data, engine=engine)
 
     return made
@@ -155,6 +156,19 @@ def test_an_evaluation_at_the_start_is_in_the_metrics_and_the_report(
     assert "held out" in (folder / "report.html").read_text()
     # The lines of the part before are those of the checkpoint.
     assert not list(folder.glob("damaged-*"))
+
+
+def test_a_callback_that_changes_the_folder_does_not_split_the_run(
+    make: Callable[..., GRPOTrainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = make(output_dir="run", save_strategy="steps", save_steps=1)
+    run.add_callback(Seen(lambda step: os.chdir(tmp_path / "elsewhere")))
+    run.train()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert len(read_run(tmp_path / "run").steps) == 3
+    assert {"checkpoint-3", "summary.json", "receipt.jsonl"} <= names(tmp_path / "run")
 
 
 def strict(text: str) -> Any:

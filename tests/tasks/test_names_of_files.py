@@ -10,7 +10,7 @@ import pytest
 from lockstep.errors import InputError
 from lockstep.models.resolve import resolve_model
 from lockstep.tasks.files import data_files
-from lockstep.tasks.rewards import reward_place
+from lockstep.tasks.rewards import load_reward, reward_place
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +67,14 @@ def test_a_reward_name_that_is_no_file_of_code(name: str, said: str) -> None:
     with pytest.raises(InputError) as found:
         reward_place(name)
     assert said in str(found.value)
+
+
+def test_a_file_that_changes_the_folder_when_it_is_read_does_not_move_the_command(tmp_path: Path) -> None:
+    (tmp_path / "moves.py").write_text(
+        f"import os\nos.chdir({str(tmp_path / 'folder.py')!r})\ndef f(**_): ...\n"
+    )
+    assert load_reward("moves.py:f")
+    assert Path.cwd() == tmp_path
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ table reads only values that fit.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -128,7 +129,7 @@ class Reader:
             clean: what is returned of a content that fits.
         """
         try:
-            content = path.read_bytes()
+            content = _bytes_of(path)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -147,7 +148,7 @@ class Reader:
         A last line that a kill cut short is left out without a word.
         """
         try:
-            lines = path.read_bytes().split(b"\n")
+            lines = _bytes_of(path).split(b"\n")
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -166,6 +167,13 @@ class Reader:
             count = "1 line" if len(reasons) == 1 else f"{len(reasons)} lines"
             self.left_out.append(f"{count} of {path} ({reasons[0]})")
         return entries
+
+
+def _bytes_of(path: Path) -> bytes:
+    """The content of a file. A pipe or a device would be read for ever."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file")
+    return path.read_bytes()
 
 
 _NO_JSON = "it is no JSON"
