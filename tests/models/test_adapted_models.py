@@ -47,12 +47,18 @@ def state(model: Any) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"target_modules": ["q_proj", "k_prj", "w_out"]}, "no layer k_prj, w_out; did you mean k_proj?"),
+        (
+            {"target_modules": ["q_proj", "k_prj", "w_out"]},
+            "no layer k_prj, w_out; did you mean k_proj? Only q_proj is",
+        ),
         (
             {"modules_to_save": ["embed_tokens", "score"]},
             "modules_to_save: the model has no layer score; only emb",
         ),
-        ({"exclude_modules": ["q_proj", "qq"]}, "exclude_modules: the model has no layer qq; did you mean"),
+        (
+            {"exclude_modules": ["q_proj", "qq"]},
+            "exclude_modules: the model has no layer qq; only q_proj is used",
+        ),
     ],
     ids=str,
 )

@@ -142,9 +142,8 @@ def _check_names(model: PreTrainedModel, peft_config: Any) -> None:
         if len(lacking) == len(given):
             raise InputError(f"peft_config does not fit the model: {line}")
         if os.environ.get("RANK", "0") == "0":
-            _logger.warning(
-                f"{line}{' ' if near else '; '}only {listed(sorted(set(given) - set(lacking)))} is used"
-            )
+            others = listed(sorted(set(given) - set(lacking)))
+            _logger.warning(f"{line}{' Only' if near else '; only'} {others} is used")
 
 
 @contextmanager
