@@ -76,6 +76,26 @@ def test_verify_of_files_says_that_nothing_else_is_used(
     assert line.endswith(f"json and model and self_test have no effect with {flag}")
 
 
+def test_an_evaluation_makes_no_repository(
+    untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import Trainer
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a repository was made")
+
+    monkeypatch.setattr(Trainer, "init_hf_repo", refuse)
+    monkeypatch.chdir(tmp_path)
+    fields = {"model_name_or_path": untied_dir, "dataset_name": "arithmetic", "eval_size": "2"}
+    fields |= {"use_vllm": "false", "bf16": "false", "max_completion_length": "4", "push_to_hub": "true"}
+    fields |= {"num_generations": "2", "per_device_train_batch_size": "2", "output_dir": "run"}
+    assert main(["evaluate", *(word for name, value in fields.items() for word in (f"--{name}", value))]) == 0
+    said = capsys.readouterr()
+    assert "held-out reward" in said.out
+    assert "output_dir and push_to_hub have no effect in lockstep evaluate" in said.err
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_command_of_an_evaluation_has_no_words_without_an_effect(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "trainer_state.json").write_text('{"global_step": 2}')

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from draws import PROFILE
 
 from lockstep.cli.main import main
 from lockstep.errors import InputError
@@ -109,6 +112,44 @@ def test_an_output_that_cannot_be_written_is_found_first(
         assert "cannot be written" in line or "is a directory" in line
     check_writable(run / "new")
     assert not (run / "new").exists()
+
+
+def damaged(content: Any, rng: random.Random) -> Any:
+    """The content with one value in it that is another one, or gone."""
+    keys = list(content) if isinstance(content, dict) else []
+    keys = list(range(len(content))) if isinstance(content, list) else keys
+    if not keys or rng.random() < 0.3:
+        return rng.choice(
+            [None, True, -1, 1e308, 2**70, "", "x" * 100_000, [], {}, [[]], {"a": []}, "\ud800"]
+        )
+    key = rng.choice(keys)
+    if rng.random() < 0.2:
+        return {k: v for k, v in content.items() if k != key} if isinstance(content, dict) else content[1:]
+    changed = dict(content) if isinstance(content, dict) else list(content)
+    changed[key] = damaged(content[key], rng)
+    return changed
+
+
+@pytest.mark.parametrize("seed", range(120 if PROFILE == "thorough" else 3))
+def test_no_damage_of_a_file_is_a_traceback(
+    run: Path, seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng, page = random.Random(seed), str(tmp_path / "page.html")
+    (run / "about.json").write_text(json.dumps({"method": "GRPO", "model": "m", "settings": {"seed": 1}}))
+    (run / "end.json").write_text(json.dumps({"ended": "finished", "step": 1, "max_steps": 1}))
+    shown = {"step": 1, "rollouts": [{"name": "a", "turns": []}]}
+    (run / "shown_rollouts.jsonl").write_text(json.dumps(shown) + "\n")
+    whole = {path: path.read_bytes() for path in run.iterdir()}
+    for _ in range(15):
+        path = rng.choice(sorted(whole))
+        odd = bytearray(whole[path])
+        odd[rng.randrange(len(odd))] = rng.randrange(256)
+        other = json.dumps(damaged(json.loads(whole[path]), rng)).encode()
+        path.write_bytes(rng.choice([bytes(odd), other, other, b"", whole[path][: len(odd) // 2]]))
+        for words in (["compare"], ["report", "--output", page], ["rollouts"], ["verify", "--explain"]):
+            assert main([words[0], *words[1:], str(run)]) in (0, 1, 2)
+            assert all(len(line) <= 500 for line in capsys.readouterr().err.splitlines()), (path, words)
+        path.write_bytes(whole[path])
 
 
 def columns(**changes: str) -> str:
