@@ -98,7 +98,7 @@ def test_a_pipe_in_place_of_kept_rollouts_is_left_out(run: Path, capsys: pytest.
     os.mkfifo(run / "rollouts" / "rollouts_1.parquet")
     assert main(["report", str(run)]) == 0
     assert main(["rollouts", str(run)]) == 2
-    assert capsys.readouterr().err.count("rollouts_1.parquet (it is no file)") == 2
+    assert capsys.readouterr().err.count("it is no file") == 2
 
 
 @pytest.mark.parametrize("command", [["report"], ["audit", "--model", "m", "--json"]])
