@@ -33,8 +33,7 @@ def said(command: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> 
         ["--save-steps", "3"],
         ["--save_strategy=no"],
         ["--max_steps", "9"],
-        ["--no_shuffle_dataset"],
-        ["--num_iterations", "2", "--eval_steps", "3"],
+        ["--warmup_steps", "2", "--eval_steps", "3"],
     ],
     ids=str,
 )
@@ -108,7 +107,7 @@ def test_the_command_of_an_evaluation_has_no_words_without_an_effect(tmp_path: P
 def test_what_decides_learning_are_fields_of_a_run() -> None:
     fields = fields_of("evaluate")
     unused = {name for name, field in fields.items() if decides_learning(name, field)}
-    assert {"learning_rate", "push_to_hub", "save_steps"} <= unused
+    assert {"max_steps", "push_to_hub", "save_steps"} <= unused
     assert not unused & set(
         set_fields(AdaptedRunArguments(model_name_or_path="m", eval_size=3, train_size=3))
     )

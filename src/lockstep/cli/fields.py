@@ -315,26 +315,12 @@ class AdaptedRunArguments(RunArguments):
     )
 
 
-# Fields that decide only what is learned, and when.
+# Fields of transformers that decide only what is learned, and when.
 _LEARNING = {
-    *("learning_rate", "max_steps", "num_train_epochs", "gradient_accumulation_steps", "num_iterations"),
-    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args", "weight_decay"),
-    *("max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "epsilon", "epsilon_high", "delta"),
-    *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "scale_rewards", "loss_type"),
-    *("sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
-    *("vespo_lambda_neg", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "entropy_coef_min"),
-    *("entropy_coef_max", "entropy_coef_delta", "entropy_target", "off_policy_mask_threshold"),
-    *("filter_zero_variance", "no_positive_resampling", "mask_truncated_completions", "shuffle_dataset"),
-    *("router_aux_loss_coef", "importance_sampling_level", "use_bias_correction_kl", "average_by_prompt"),
-    *(
-        "eval_strategy",
-        "eval_steps",
-        "eval_on_start",
-        "eval_delay",
-        "resume_with_changes",
-        "rollouts_size_limit",
-    ),
-    *("logging_steps", "logging_strategy", "logging_first_step"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "eval_delay", "eval_on_start", "eval_steps"),
+    *("eval_strategy", "gradient_accumulation_steps", "logging_first_step", "logging_strategy"),
+    *("lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "max_steps", "num_train_epochs"),
+    *("optim", "optim_args", "warmup_steps", "weight_decay"),
 }
 _OF_A_RUN = "saving"
 

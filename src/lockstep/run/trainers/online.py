@@ -41,7 +41,7 @@ from lockstep.learn.scoring import check_scorable
 from lockstep.models.adapters import causal_model
 from lockstep.models.arithmetic import check_gpu
 from lockstep.models.parameters import refuse_shared_memory
-from lockstep.private_caches import expanded, use_private_caches
+from lockstep.private_caches import use_private_caches
 from lockstep.report.alarms import Alarms
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, RolloutGroup
@@ -99,19 +99,10 @@ from lockstep.watch.settings import SettingsProof
 _LONGEST_CALL = 12
 # Completions that `each_rollout` asks for at a time: enough for an engine to be busy.
 _PART = 256
-# Fields with paths that are used again while a run trains.
-_PATHS = ("output_dir", "vllm_server_url_file", "vllm_server_key_file")
 
 
 Config = TypeVar("Config", bound=OnlineConfig)
 Data: TypeAlias = Dataset | IterableDataset
-
-
-def keep_places(args: OnlineConfig) -> None:
-    """Make paths absolute: a callback may change the working directory."""
-    for name in _PATHS:
-        if getattr(args, name):
-            setattr(args, name, str(expanded(getattr(args, name)).absolute()))
 
 
 class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCheckpoints, Generic[Config]):
@@ -187,7 +178,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
                 f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}"
             )
         self.config: Any = args
-        keep_places(args)
+        if args.output_dir:
+            # A callback may change the working directory.
+            args.output_dir = str(Path(args.output_dir).absolute())
         asked, self.optimizer_fields = user_settings(vars(args)), optimizer_fields(vars(args))
         self._is_closed = False
         processing_class, image_processor = parts_of_processor(processing_class)
