@@ -4076,6 +4076,7 @@ MUTATIONS = [
         "    if path.exists() and not path.is_file():\n        raise OSError(errno.EINVAL",
         "    if False:\n        raise OSError(errno.EINVAL",
         "tests/input/test_bad_words.py::test_settings_are_read_from_files_alone",
+        within="read_settings",
     ),
     Mutation(
         "a text that is no choice is taken from Python",

@@ -154,7 +154,7 @@ def writing(what: str, folder: PathLike[str], otherwise: Callable[[], str] = str
 
 
 # The part of a library's text that an error quotes. Some libraries print whole configurations.
-_QUOTED = 600
+_QUOTED = 300
 _PACKAGES = ("site-packages/", "dist-packages/")
 
 

@@ -55,6 +55,20 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def what_is_at(path: Path) -> str:
+    """What there is in place of a file or folder that was asked for, as the end of a sentence."""
+    try:
+        if path.is_dir():
+            return "is a directory"
+        if path.is_file():
+            return "is a file"
+        if path.exists():
+            return "is neither a file nor a directory"
+        return "is a link to nothing" if path.is_symlink() else "does not exist"
+    except (OSError, ValueError) as error:
+        return f"cannot be looked at ({getattr(error, 'strerror', error)})"
+
+
 # Files that hold settings have a few KiB.
 _LARGEST_SETTINGS = 1 << 20
 

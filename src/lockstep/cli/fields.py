@@ -22,6 +22,7 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import yaml
@@ -36,7 +37,7 @@ from lockstep.cli.help import (
     underscored,
 )
 from lockstep.config.checks import check_bounds
-from lockstep.config.effect import say_without_effect, set_fields
+from lockstep.config.effect import say_without_effect, set_fields, tell_no_effect
 from lockstep.config.option import COUNT, SEED, Bounds, option
 from lockstep.config.table import with_key
 from lockstep.errors import InputError, one_line
@@ -141,6 +142,14 @@ class Given:
     dry_run: bool
     recipe: str | None = None
     typed: tuple[str, ...] = ()
+
+    @property
+    def typed_names(self) -> set[str]:
+        """The fields that the user typed."""
+        words = (word[2:].partition("=")[0] for word in self.typed if word.startswith("--"))
+        return {
+            word if word in self.values else word.removeprefix("no_") for word in words
+        } & self.values.keys()
 
 
 def read(words: list[str], command: str) -> Given:
@@ -309,13 +318,44 @@ class AdaptedRunArguments(RunArguments):
     )
 
 
-def check_effect(given: RunArguments) -> None:
+# Fields of transformers that decide only what is learned, and when.
+_LEARNING = {
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "eval_delay", "eval_on_start", "eval_steps"),
+    *("eval_strategy", "gradient_accumulation_steps", "logging_first_step", "logging_strategy"),
+    *("lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "max_steps", "num_train_epochs"),
+    *("optim", "optim_args", "warmup_steps", "weight_decay"),
+}
+_OF_A_RUN = "saving"
+
+
+def decides_learning(name: str, field: dict[str, Any]) -> bool:
+    """Whether a field only decides what is learned or saved, so that it has no effect where nothing is."""
+    return name in _LEARNING or field.get("group") == _OF_A_RUN
+
+
+def check_effect(
+    given: RunArguments, source: Given | None = None, unused: Collection[str] = (), where: str = ""
+) -> None:
     """Say which arguments of a command have no effect.
+
+    Args:
+        source: the words, for a command that does not train. The file may be that of a run, so that of the fields that
+            only a run uses the typed ones are looked at. If `use_peft` is typed, this holds for an adapter's too.
+        unused: the fields that such a command does not use.
+        where: the end of the line about them.
 
     Raises:
         InputError: an adapter field is set without `use_peft`, or a field of the 4-bit format without `load_in_4bit`.
     """
-    say_without_effect(given, set_fields(given))
+    named = set(set_fields(given))
+    if source is not None:
+        typed = source.typed_names
+        if "use_peft" in typed:
+            named &= _GENERAL | typed
+        if ignored := sorted(typed & set(unused)):
+            tell_no_effect(ignored, where)
+            named -= set(ignored)
+    say_without_effect(given, named)
 
 
 def adapter_arguments(given: AdaptedRunArguments) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def run(words: list[str]) -> int:
     asked = parser.parse_args(words)
     adapter, folder = Path(asked.adapter), Path(asked.folder)
     base = asked.base or _base_of(adapter)
-    if folder.exists():
+    if os.path.lexists(folder):
         raise InputError(f"{folder} exists; give another folder")
     from lockstep.cli.output import quiet_libraries
     from lockstep.progress import StatusLine, busy, watched_by

@@ -22,12 +22,12 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.help import WordParser
+from lockstep.cli.help import WordParser, fields_of
 from lockstep.errors import InputError
 from lockstep.files import check_writable, replace_text
 from lockstep.report.page import run_record
@@ -435,7 +435,7 @@ def next_lines(folder: Path, *, adapter: bool, typed: Sequence[str] | None = Non
             f"                 lockstep merge {_word(checkpoint)} {_word(model)}   makes a whole model of it"
         )
     if typed is not None:
-        kept = map(_without_secret, _without(typed, ("--model_name_or_path", "--use_peft")))
+        kept = map(_without_secret, _without(typed, _not_in_evaluation()))
         words = [*kept, "--model_name_or_path", str(model)]
         # The config file of the run may say it.
         words += ["--use_peft", "False"] if adapter else []
@@ -447,7 +447,17 @@ def next_lines(folder: Path, *, adapter: bool, typed: Sequence[str] | None = Non
     ]
 
 
-def _without(words: Sequence[str], names: tuple[str, ...]) -> list[str]:
+def _not_in_evaluation() -> set[str]:
+    """Fields of a run that the command of its evaluation says otherwise, or that have no effect there."""
+    from lockstep.cli.fields import decides_learning
+
+    unused = {
+        n for n, f in fields_of("evaluate").items() if decides_learning(n, f) or f.get("group") == "adapter"
+    }
+    return {f"--{name}" for name in unused | {"model_name_or_path"}}
+
+
+def _without(words: Sequence[str], names: Collection[str]) -> list[str]:
     """The words without these fields, those of secrets, and their values."""
     kept, dropping = [], False
     for word in words:

@@ -206,8 +206,13 @@ def say_without_effect(
             lines.setdefault(condition.without, []).append(name)
             break
     for without, names in lines.items() if owner else ():
-        verb = "has" if len(names) == 1 else "have"
-        _logger.warning(f"{' and '.join(names)} {verb} no effect {without}")
+        tell_no_effect(names, without)
+
+
+def tell_no_effect(names: Collection[str], without: str) -> None:
+    """Say in one line which fields have no effect, and where."""
+    verb = "has" if len(names) == 1 else "have"
+    _logger.warning(f"{' and '.join(names)} {verb} no effect {without}")
 
 
 def without_effect(conditions: Collection[str]) -> str:

@@ -11,8 +11,11 @@ order, files and dtype it is stored, as long as float32 holds its values.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +34,8 @@ from lockstep.model_files import load_adapter
 from lockstep.models.parameters import checkpoint_tensors
 from lockstep.models.policy import BAD_FILES, check_finite, first_line, listed, load_policy
 from lockstep.models.quantised import dequantised, is_quantised
+
+_logger = logging.getLogger(__name__)
 
 # TRL's name for a frozen copy of the adapter that training started from.
 REFERENCE = "ref"
@@ -105,12 +110,40 @@ def add_adapter(model: PreTrainedModel, peft_config: Any, *, seed: int = 0) -> A
             "the model has an adapter already, and peft_config asks for another: leave peft_config out to "
             "train the existing one, or merge it, save the model and give its directory"
         )
+    _check_names(model, peft_config)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
             return peft.get_peft_model(model, peft_config)
         except ValueError as error:
             raise InputError(f"peft_config does not fit the model: {error}") from error
+
+
+def _check_names(model: PreTrainedModel, peft_config: Any) -> None:
+    """Say which names of an adapter's layers the model has not: PEFT leaves them out without a word.
+
+    Raises:
+        InputError: the model has none of the names of a field.
+    """
+    for field in ("target_modules", "target_parameters", "modules_to_save", "exclude_modules"):
+        given = getattr(peft_config, field, None) or ()
+        if isinstance(given, str):
+            # A pattern. PEFT refuses one of `target_modules` that no layer has.
+            continue
+        found = model.named_parameters() if field == "target_parameters" else model.named_modules()
+        names = [name for name, _ in found]
+        lacking = sorted(n for n in given if not any(f".{name}".endswith(f".{n}") for name in names))
+        if not lacking:
+            continue
+        ends = {name.rpartition(".")[2] for name in names}
+        near = list(dict.fromkeys(n for lack in lacking for n in difflib.get_close_matches(lack, ends, 1)))
+        hint = f"; did you mean {listed(near)}?" if near else ""
+        line = f"{field}: the model has no layer {listed(lacking)}{hint}"
+        if len(lacking) == len(given):
+            raise InputError(f"peft_config does not fit the model: {line}")
+        if os.environ.get("RANK", "0") == "0":
+            others = listed(sorted(set(given) - set(lacking)))
+            _logger.warning(f"{line}{' Only' if near else '; only'} {others} is used")
 
 
 @contextmanager

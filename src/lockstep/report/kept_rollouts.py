@@ -243,6 +243,8 @@ def _per_token(column: Any, kind: np.dtype[Any]) -> list[npt.NDArray[Any] | None
 
 def _readable(path: Path) -> pq.ParquetFile:
     try:
+        if not path.is_file():
+            raise OSError("it is no file")
         return pq.ParquetFile(path)
     except (OSError, pa.ArrowException) as error:
         why = one_line(error)[:200]

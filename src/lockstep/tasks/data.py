@@ -133,6 +133,8 @@ def _load_split(name: str, subset: str | None, split: str, types: Sequence[str])
         raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, DatasetsError, csv.Error) as error:
         broken = next(filter(None, map(broken_line, files or ())), None)
+        if not broken and files is None and not path.is_dir():
+            broken = f"there is no such file or directory here, and as a hub id: {_reason(error)[:200]}"
         raise InputError(f"cannot read data {name!r}: {broken or _reason(error)}") from error
 
 

@@ -6,6 +6,7 @@ This module imports no large library, so that a missing file is found before any
 from __future__ import annotations
 
 import csv
+import difflib
 import gzip
 import io
 import json
@@ -16,11 +17,28 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from lockstep.errors import InputError
+from lockstep.files import what_is_at
 from lockstep.private_caches import expanded
 
 # The builder of `datasets` for each file name ending. `.gz` may follow.
 READERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _ENDINGS = f"{', '.join(READERS)}, each also with .gz behind it"
+# Endings of other files, which no hub id has.
+_OTHERS = (
+    ".txt",
+    ".tsv",
+    ".xlsx",
+    ".xls",
+    ".arrow",
+    ".zip",
+    ".tar",
+    ".yaml",
+    ".yml",
+    ".py",
+    ".pkl",
+    ".md",
+    ".db",
+)
 # A directory with one of these was written by `datasets`.
 _SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
 # The words by which a file of a directory says which split it belongs to, as on the hub.
@@ -50,14 +68,20 @@ def data_files(name: str, split: str = "train") -> list[Path] | None:
             several formats, or none is of that split.
     """
     path = expanded(name)
-    if path.is_dir():
+    there = what_is_at(path)
+    if there == "is a directory":
         return None if any((path / known).exists() for known in _SAVED) else _shards(path, split)
     if reader_of(path) is None:
-        if path.is_file():
-            raise InputError(f"data file {path} cannot be read; the name of a data file ends with {_ENDINGS}")
-        return None
-    if not path.is_file():
-        raise InputError(f"data file {path} does not exist")
+        if there == "does not exist" and not _looks_like_a_path(name):
+            return None
+        there = "cannot be read" if there == "is a file" else there
+        near = difflib.get_close_matches(path.suffix.lower(), READERS, 1)
+        hint = f"; did you mean {path.with_suffix(near[0]).name[:80]!r}?" if near else ""
+        raise InputError(
+            f"data file {str(path)[:150]} {there}{hint}; the name of a data file ends with {_ENDINGS}"
+        )
+    if there != "is a file":
+        raise InputError(f"data file {str(path)[:200]} {there}")
     if path.stat().st_size == 0:
         raise InputError(f"data file {path} is empty")
     check_split(name, split)
@@ -71,6 +95,14 @@ def check_split(name: str, split: str) -> None:
     """Refuse a split name for data without splits: it would silently give the same rows again."""
     if split != "train":
         raise InputError(f"{name} has no split {split!r}, {_ONE_SET}")
+
+
+def _looks_like_a_path(name: str) -> bool:
+    """Whether a name cannot be that of a data set on the hub, which is `user/name`, or `name` in rare cases."""
+    ending = Path(name).suffix.lower()
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/") or ending in _OTHERS:
+        return True
+    return bool(difflib.get_close_matches(ending, READERS, 1)) or ("/" not in name and ending[1:].isalpha())
 
 
 def _shards(folder: Path, split: str) -> list[Path]:

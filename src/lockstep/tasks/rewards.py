@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError, check_extra, quoted
+from lockstep.files import what_is_at
 from lockstep.private_caches import expanded
 from lockstep.tasks.files import NUMBER
 from lockstep.tasks.math_comparison import compare
@@ -227,8 +228,11 @@ def place_of(name: str, kind: str) -> tuple[str, str]:
         raise InputError(f"{kind} {name!r}: give file.py:name or package.module.name")
     if where.endswith(".py"):
         where = str(expanded(where))
-        if not Path(where).is_file():
-            raise InputError(f"{kind} {name!r}: {where} does not exist")
+        if (there := what_is_at(Path(where))) != "is a file":
+            raise InputError(f"{kind} {name[:200]!r}: {where[:200]} {there}")
+    elif "/" in where or (":" in name and expanded(where).is_file()):
+        there = "the name of a file with code ends with .py"
+        raise InputError(f"{kind} {name[:200]!r}: {where[:200]} {what_is_at(expanded(where))}; {there}")
     return where, function
 
 
@@ -246,9 +250,12 @@ def _from_file(path: Path, kind: str, modules: Modules | None) -> Any:
     # Modules beside the file are found as a script finds them, but last: no local file hides an installed package.
     if (beside := str(path.resolve().parent)) not in sys.path:
         sys.path.append(beside)
+    from lockstep.threads import folder_as_before
+
     try:
         # The loader is not used, because it may run cached bytecode of an older text of this file.
-        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
+        with folder_as_before(f"{kind} file {path}"):
+            exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):

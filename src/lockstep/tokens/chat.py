@@ -422,6 +422,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         # Which of these errors transformers raises depends on the missing file.
         why = f"{type(error).__name__}: {error}"
+        if not folder.is_dir():
+            raise InputError(
+                f"there is no model directory {path[:200]} here, and as a hub id: {one_line(error)[:200]}"
+            ) from error
         raise InputError(f"model {path} comes without a usable tokenizer: {why}") from error
     return guard_tokenizer(tokenizer)
 

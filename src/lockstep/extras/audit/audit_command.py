@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from lockstep.cli.help import WordParser
 from lockstep.errors import InputError
 from lockstep.files import check_writable, replace_text
-from lockstep.safe_text import say
+from lockstep.safe_text import complain, say
 
 if TYPE_CHECKING:
     from lockstep.extras.audit.dumps import AuditedRollout
@@ -28,7 +28,7 @@ def run(words: list[str]) -> int:
     add, dtypes = parser.add_argument, ("float32", "bfloat16")
     add("rollouts", metavar="ROLLOUTS", help="file or directory")
     add("--model", required=True, help="directory or hub id of the policy that sampled, at that step")
-    add("--temperature", type=float, default=1.0, help="where the rows do not say it (default 1)")
+    add("--temperature", type=float, help="where the rows do not say it (default 1)")
     add("--top_k", type=int, default=0)
     add("--top_p", type=float, default=1.0)
     add("--min_p", type=float, default=0.0)
@@ -50,6 +50,8 @@ def run(words: list[str]) -> int:
 
     with watched_by(StatusLine()), busy(f"reading {asked.rollouts}"):
         rollouts = _evenly(read_dump(Path(asked.rollouts)), asked.max_tokens)
+    if asked.temperature is not None and all(r.temperature is not None for r in rollouts):
+        complain("lockstep: temperature has no effect with rows that all say theirs")
     with watched_by(StatusLine()), busy("loading PyTorch, transformers and the model"):
         import torch
 
@@ -69,6 +71,8 @@ def run(words: list[str]) -> int:
         path = resolve_model(asked.model)
         model, tokenizer = load_policy(path).eval(), load_tokenizer(path)
         settings = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        if asked.temperature is None:
+            asked.temperature = 1.0
         stated = Distribution(Sampling(1, **{name: getattr(asked, name) for name in settings}))
         earlier = {name: lambda name=name: load_policy(resolve_model(name)).eval() for name in asked.earlier}
     engine = getattr(torch, asked.dtype)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.errors import InputError, one_line
+from lockstep.files import what_is_at
 from lockstep.report.page.kinds import Kind, a_count, a_number, list_of, one_of, or_none
 
 
@@ -195,8 +196,8 @@ def _rows(path: Path) -> Iterator[Row]:
         for file in files:
             yield from _rows(file)
         return
-    if not path.is_file():
-        raise InputError(f"{path} does not exist")
+    if not path.exists():
+        raise InputError(f"{path} {what_is_at(path)}")
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq

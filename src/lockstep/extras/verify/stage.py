@@ -310,7 +310,7 @@ def open_stage(
         shown = zip(prompts, _pictures(len(prompts)), strict=True)
         rows = [{"prompt": before + own if plain else own, "images": images} for own, images in shown]
     with temporary_folder("lockstep-verify-") as folder:
-        config.output_dir, config.reward_weights = str(folder), None
+        config.output_dir, config.reward_weights, config.push_to_hub = str(folder), None, False
         data = datasets.Dataset.from_list(rows)
         trainer = GRPOTrainer(model, _alternating, config, data, engine=engine, peft_config=peft_config)
         # Nobody reads the files of these runs.

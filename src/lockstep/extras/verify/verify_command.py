@@ -5,17 +5,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli.fields import AdaptedRunArguments, build, check_model, read, resolved, said_of
-from lockstep.cli.help import underscored
+from lockstep.cli.fields import (
+    AdaptedRunArguments,
+    Given,
+    build,
+    check_effect,
+    check_model,
+    check_sizes,
+    read,
+    resolved,
+    said_of,
+)
+from lockstep.cli.help import fields_of, underscored
 from lockstep.cli.output import libraries_aside, quiet_libraries
+from lockstep.config.effect import tell_no_effect
 from lockstep.config.option import option
 from lockstep.errors import InputError, ProofError
 from lockstep.extras.verify.sizes import SIZES
+from lockstep.files import check_writable, what_is_at
 from lockstep.progress import busy, watched_by
 from lockstep.safe_text import complain, say
 
@@ -45,8 +57,10 @@ def run(words: list[str]) -> int:
     """Run the command. Returns 0 if every proof passes (in the self-test: if every fault is caught), else 1."""
     # These sizes come last, so they win over the user's words. They only decide how long the command takes.
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
-    given = read([*_with_dtype(words), *sizes], "verify")
+    given = replace(read([*_with_dtype(words), *sizes], "verify"), typed=tuple(map(underscored, words)))
     asked = said_of(given, VerifyArguments)
+    _say_unused(asked, given)
+    check_sizes(asked)
     if not given.dry_run:
         if asked.dtype is not None and not any(word.startswith("--dtype") for word in words):
             raise InputError("give dtype on the command line; in a file it is bf16 and engine_dtype")
@@ -84,6 +98,48 @@ def run(words: list[str]) -> int:
         return _verify(arguments, _for_faults(config) if arguments.self_test else config, config_with)
 
 
+# A proof has prompts and rewards of its own: rewards, tools, agents and held-out rows are not used.
+_UNUSED = {
+    *SIZES,
+    *(
+        "reward_funcs",
+        "reward_weights",
+        "tools",
+        "environment_factory",
+        "rollout_func",
+        "agent",
+        "agent_command",
+    ),
+    *(
+        "eval_size",
+        "dataset_test_split",
+        "num_generations_eval",
+        "max_steps",
+        "num_train_epochs",
+        "eval_steps",
+    ),
+    *("eval_on_start", "eval_delay", "logging_steps", "logging_strategy", "logging_first_step"),
+    *("max_thinking_length", "min_thinking_length", "vllm_enable_sleep_mode", "resume_with_changes"),
+}
+# Fields of the data, which is read only if it is named.
+_OF_DATA = ("dataset_config", "dataset_train_split", "dataset_types", "dataset_seed", "train_size")
+
+
+def _say_unused(asked: VerifyArguments, given: Given) -> None:
+    for name in ("receipt", "explain"):
+        if getattr(asked, name) is not None:
+            if others := sorted(given.typed_names - {name}):
+                tell_no_effect(others, f"with {name}")
+            return
+    fields = fields_of("verify")
+    # "saving" is the group of what a run keeps.
+    unused = _UNUSED | {name for name, field in fields.items() if field.get("group") == "saving"}
+    if asked.dataset_name is None:
+        unused |= set(_OF_DATA)
+    where = "in lockstep verify, which has sizes, prompts and rewards of its own"
+    check_effect(asked, given, unused, where)
+
+
 def _for_faults(config: Any) -> Any:
     """The config, with which vLLM compiles nothing: a compiled program or a CUDA graph goes on without the faults."""
     if config.vllm_mode != "server":
@@ -103,8 +159,8 @@ def _check_asked(asked: VerifyArguments, values: dict[str, Any]) -> None:
             raise InputError(
                 f"{switch} is not verified yet: give --{switch} False to verify the model without"
             )
-    if asked.json and not Path(asked.json).resolve().parent.is_dir():
-        raise InputError(f"the folder of {asked.json} does not exist")
+    if asked.json:
+        check_writable(Path(asked.json))
     check_model(name)
 
 
@@ -248,8 +304,8 @@ def adapter_stage(name: str, arguments: VerifyArguments, config: Any) -> Iterato
 def _check_receipt(path: Path) -> int:
     from lockstep.watch.receipt import check_receipt
 
-    if not path.is_file():
-        raise InputError(f"receipt {path} does not exist")
+    if (there := what_is_at(path)) != "is a file":
+        raise InputError(f"receipt {path} {there}")
     try:
         lines = check_receipt(path)
     except InputError as error:

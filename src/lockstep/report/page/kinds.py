@@ -7,6 +7,7 @@ table reads only values that fit.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -114,7 +115,7 @@ class Reader:
     def read(self, path: Path, kind: Kind, clean: Callable[[Any], Any] = lambda value: value) -> Any:
         """What `clean` makes of a file's content; None if there is no file, or if it is left out."""
         try:
-            content = path.read_bytes()
+            content = _bytes_of(path)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -130,7 +131,7 @@ class Reader:
     ) -> list[Any]:
         """The entries of a `.jsonl` file, if there is one. A last line that a kill cut short is left out silently."""
         try:
-            lines = path.read_bytes().split(b"\n")
+            lines = _bytes_of(path).split(b"\n")
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -149,6 +150,13 @@ class Reader:
             count = "1 line" if len(reasons) == 1 else f"{len(reasons)} lines"
             self.left_out.append(f"{count} of {path} ({reasons[0]})")
         return entries
+
+
+def _bytes_of(path: Path) -> bytes:
+    """The content of a file. A pipe or a device would be read for ever."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file")
+    return path.read_bytes()
 
 
 _NO_JSON = "it is no JSON"

@@ -301,6 +301,8 @@ def _rewards(files: Reader, folder: Path) -> dict[int, list[float]]:
     found = {}
     for step, path in dict(kept[i] for i in {0, len(kept) // 2, len(kept) - 1} if kept).items():
         try:
+            if not path.is_file():
+                raise OSError("it is no file")
             table = pq.read_table(path, columns=["branch", "reward"])
             if not pa.types.is_floating(table.schema.field("reward").type):
                 raise TypeError("rewards are not numbers")

@@ -178,6 +178,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
                 f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}"
             )
         self.config: Any = args
+        if args.output_dir:
+            # A callback may change the working directory.
+            args.output_dir = str(Path(args.output_dir).absolute())
         asked, self.optimizer_fields = user_settings(vars(args)), optimizer_fields(vars(args))
         self._is_closed = False
         processing_class, image_processor = parts_of_processor(processing_class)
