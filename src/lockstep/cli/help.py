@@ -29,7 +29,8 @@ from typing import Any, ClassVar, NoReturn
 import yaml
 
 import lockstep
-from lockstep.config.option import GROUPS, INSTEAD, OTHERS, refuse_other_value
+from lockstep.config.other_names import hint_of
+from lockstep.config.option import GROUPS, OTHERS, refuse_other_value
 from lockstep.errors import InputError, one_line
 
 RECIPES = Path(lockstep.__file__).parent / "recipes"
@@ -108,7 +109,7 @@ def check_names(names: list[str], fields: dict[str, Any], where: str) -> None:
     for name in names:
         if name not in fields and not (name.startswith("no_") and name[3:] in fields):
             close = difflib.get_close_matches(name, fields, 1)
-            hint = INSTEAD.get(name) or (f"did you mean {close[0]!r}?" if close else "")
+            hint = hint_of(name, fields) or (f"did you mean {close[0]!r}?" if close else "")
             raise InputError(f"unknown field {name!r} in {where}" + (f"; {hint}" if hint else ""))
 
 

@@ -134,13 +134,13 @@ def _main(words: list[str], *, is_process: bool) -> int:
     if not words:
         say(_FIRST_PAGE.format(version=lockstep.__version__), end="")
         return 0
-    if words[0] in ("-h", "--help"):
+    if words[0] in ("-h", "--help", "help"):
         say(
             _USAGE.format(commands="\n".join(f"  {name:<14}{about}" for name, about in COMMANDS.items())),
             end="",
         )
         return 0
-    if words[0] in ("-V", "--version"):
+    if words[0] in ("-V", "--version", "version"):
         say(f"lockstep {lockstep.__version__}")
         return 0
     if words[0] not in COMMANDS:
@@ -172,7 +172,25 @@ def _run(command: str, words: list[str]) -> int:
     return load(extensions.COMMANDS.get(command, _WHERE.get(command, f"lockstep.cli.{command}:run")))(words)
 
 
+_TRAINS = f"'lockstep {TRAINING[0]}' trains, and so do {', '.join(TRAINING[1:])}"
+# What other programs call a command, or have and Lockstep has not.
+_OTHER_COMMANDS = {
+    **dict.fromkeys(("train", "run", "fit", "rl", "trainer", "finetune", "launch"), _TRAINS),
+    **dict.fromkeys(
+        ("sft", "dpo", "kto", "reward", "orpo"), f"Lockstep trains with rollouts of the model itself: {_TRAINS}"
+    ),
+    **dict.fromkeys(("eval", "test", "benchmark"), "'lockstep evaluate' samples held-out problems"),
+    **dict.fromkeys(("check", "doctor", "env", "info"), "'lockstep verify' checks a model on this machine"),
+    **dict.fromkeys(("resume", "continue"), "the command of the run ('lockstep grpo …') goes on from its last checkpoint"),
+    **dict.fromkeys(("generate", "chat", "rollout"), "'lockstep serve' answers requests"),
+}
+
+
 def _no_command(word: str) -> str:
+    if word.startswith("--"):
+        return f"the command comes before {word}: lockstep grpo {word} …; there is: {', '.join(COMMANDS)}"
+    if word in _OTHER_COMMANDS:
+        return f"no command {word!r}; {_OTHER_COMMANDS[word]}"
     close = difflib.get_close_matches(word, COMMANDS, 1)
     return f"no command {word!r}; " + (
         f"did you mean {close[0]!r}?" if close else f"there is: {', '.join(COMMANDS)}"
