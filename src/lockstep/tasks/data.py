@@ -131,6 +131,8 @@ def _load_split(name: str, subset: str | None, split: str, types: Sequence[str])
         raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, DatasetsError, csv.Error) as error:
         broken = next(filter(None, map(broken_line, files or ())), None)
+        if broken is None and "corresponds to no data" in _reason(error):
+            broken = "it has no rows"
         raise InputError(f"cannot read data {name!r}: {broken or _reason(error)}") from error
 
 
@@ -146,8 +148,6 @@ def _read_files(files: Sequence[Path], types: Sequence[str]) -> Dataset:
         escaped = [glob.escape(str(file.absolute())) for file in files]
         found = load_dataset(reader, data_files=escaped, split="train")
     except DatasetsError as error:
-        if "corresponds to no data" in _reason(error):
-            raise InputError(f"data {files[0]} has no rows") from error
         if reader != "json" or not re.search("timestamp|agent traces", _reason(error)):
             raise
     else:
