@@ -120,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     code = code_of(code, is_result=not words or words[0] not in _MAKES_FILES or "--dry_run" in given)
     if ending is not None:
         ending.code = code
+        ending.leave_threads()
     return code
 
 

@@ -112,7 +112,7 @@ def check_dataset(dataset: Any, name: str) -> None:
 
     Raises:
         InputError: there is no `prompt` column, a column has the name of an argument of reward functions, there are
-            no rows, or it is not a map-style dataset.
+            no rows, the first cannot be read, or it is not a map-style dataset.
     """
     if dataset is None:
         raise InputError("`train_dataset` is required, unless an environment_factory gives the prompts")
@@ -130,6 +130,7 @@ def check_dataset(dataset: Any, name: str) -> None:
             f"functions: they would not "
             "see the column; rename it"
         )
+    next(_read(dataset, f"the {name} dataset"))
 
 
 def load_prompts(
