@@ -169,9 +169,21 @@ ARGUMENTS = [
         {"train_dataset": datasets.DatasetDict({"train": DATA})},
         "must be a datasets.Dataset, got DatasetDict",
     ),
-    Row("a stream that breaks", {"train_dataset": raising(OSError("gone"))}, "row 0 cannot be read: OSError: gone"),
-    Row("a stream that exits", {"train_dataset": raising(SystemExit(3))}, "row 0 cannot be read: SystemExit: 3"),
-    Row("a transform that raises", {"train_dataset": DATA.with_transform(fail)}, "row 0 cannot be read: ZeroDivision"),
+    Row(
+        "a stream that breaks",
+        {"train_dataset": raising(OSError("gone"))},
+        "row 0 cannot be read: OSError: gone",
+    ),
+    Row(
+        "a stream that exits",
+        {"train_dataset": raising(SystemExit(3))},
+        "row 0 cannot be read: SystemExit: 3",
+    ),
+    Row(
+        "a transform that raises",
+        {"train_dataset": DATA.with_transform(fail)},
+        "row 0 cannot be read: ZeroDivision",
+    ),
     Row("rows of pandas", {"train_dataset": DATA.to_pandas()}, "Dataset.from_pandas makes one"),
     Row("empty data", {"train_dataset": DATA.select([])}, "is empty"),
     Row("data for evaluation that is a list", {"eval_dataset": [1]}, "eval dataset must be"),
@@ -209,6 +221,17 @@ CONFIGS = [
     Row("a group that is a fraction", {"num_generations": 2.5}, "num_generations"),
     Row("NaN", {"learning_rate": float("nan")}, "learning_rate"),
     Row("kwargs that are a list", {"model_init_kwargs": [1]}, "model_init_kwargs"),
+    Row(
+        "half a character in a list",
+        {"stop_strings": ["a\udcff"]},
+        "stop_strings .*a character that is not text",
+    ),
+    Row(
+        "half a character in a mapping",
+        {"chat_template_kwargs": {"a": "\udcff"}},
+        "a character that is not text",
+    ),
+    Row("a zero byte", {"output_dir": "a\0b"}, "output_dir .*holds a character that is not text"),
     Row("half a character", {"output_dir": "run\udcff"}, "output_dir .*holds a character that is not text"),
     Row(
         "a generation that no machine holds",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import functools
+import os
 import signal
 import subprocess
 import sys

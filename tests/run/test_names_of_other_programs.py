@@ -18,7 +18,14 @@ from lockstep.errors import InputError
 KINDS = [getattr(lockstep, name).config_class for name in TRAINERS.values()]
 FIELDS = {f.name for kind in (*KINDS, AdaptedRunArguments) for f in dataclasses.fields(kind)}
 # Words of the hints that are no fields.
-OTHER_WORDS = {"train_dataset", "attn_implementation", "ref_model", "WANDB_PROJECT", "WANDB_ENTITY", "eval_dataset"}
+OTHER_WORDS = {
+    "train_dataset",
+    "attn_implementation",
+    "ref_model",
+    "WANDB_PROJECT",
+    "WANDB_ENTITY",
+    "eval_dataset",
+}
 OTHER_WORDS |= {"peft_config", "quantization_config"}
 
 
@@ -74,7 +81,9 @@ def test_a_name_of_a_command_gets_the_argument_of_the_trainer_in_python() -> Non
         lockstep.OnlineDPOConfig(max_tokens=8)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("word", ["train", "sft", "eval", "doctor", "resume", "--model_name_or_path", "evalute"])
+@pytest.mark.parametrize(
+    "word", ["train", "sft", "eval", "doctor", "resume", "--model_name_or_path", "evalute"]
+)
 def test_a_command_of_another_program_gets_one_of_ours(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word]) == 2
     said = capsys.readouterr().err

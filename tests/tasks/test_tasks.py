@@ -209,10 +209,10 @@ def test_a_column_of_several_kinds_keeps_its_texts(tmp_path: Path, answers: list
 def test_files_of_json_that_have_no_rows_or_are_not_utf_8_say_so(tmp_path: Path) -> None:
     for text in ("[]", "\n\n"):
         (tmp_path / "no.json").write_text(text)
-        with pytest.raises(InputError, match="no.json': it has no rows"):
+        with pytest.raises(InputError, match=r"no\.json': it has no rows"):
             load(str(tmp_path / "no.json"))
     (tmp_path / "old.jsonl").write_bytes('{"prompt": "a"}\n{"prompt": "é"}\n'.encode("latin-1"))
-    with pytest.raises(InputError, match="old.jsonl': line 2 is not UTF-8 text"):
+    with pytest.raises(InputError, match=r"old\.jsonl': line 2 is not UTF-8 text"):
         load(str(tmp_path / "old.jsonl"))
 
 

@@ -190,17 +190,24 @@ def _check_text(words: list[str]) -> None:
     Raises:
         InputError: there is such a word.
     """
+    is_unicode = sys.getfilesystemencoding() == "utf-8"
     for word in words:
         try:
-            is_text = b"\0" not in os.fsencode(word)
+            has_zero = b"\0" in os.fsencode(word)
+            # Bytes that this locale cannot read are halves of characters here.
+            word.encode()
         except UnicodeEncodeError as error:
-            is_text = False
-            if not "\ud800" <= word[error.start] <= "\udfff":
-                raise InputError(
-                    f"{word!r:.80} holds a character that file names cannot have in this locale "
-                    f"({sys.getfilesystemencoding()}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
-                ) from error
-        if not is_text:
+            half = "\ud800" <= word[error.start] <= "\udfff"
+            if half and word.startswith("--") and "=" not in word:
+                # No field has such a name, which is said later.
+                continue
+            if half and (is_unicode or not "\udc80" <= word[error.start] <= "\udcff"):
+                raise InputError(f"{word!r:.80} holds a character that is not text") from error
+            raise InputError(
+                f"{word!r:.80} holds a character that file names cannot have in this locale "
+                f"({sys.getfilesystemencoding()}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+            ) from error
+        if has_zero:
             raise InputError(f"{word!r:.80} holds a character that is not text")
 
 

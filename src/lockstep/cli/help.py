@@ -29,8 +29,8 @@ from typing import Any, ClassVar, NoReturn
 import yaml
 
 import lockstep
-from lockstep.config.other_names import hint_of
 from lockstep.config.option import GROUPS, OTHERS, refuse_other_value
+from lockstep.config.other_names import hint_of
 from lockstep.errors import InputError, one_line
 
 RECIPES = Path(lockstep.__file__).parent / "recipes"

@@ -178,18 +178,21 @@ _TRAINS = f"'lockstep {TRAINING[0]}' trains, and so do {', '.join(TRAINING[1:])}
 _OTHER_COMMANDS = {
     **dict.fromkeys(("train", "run", "fit", "rl", "trainer", "finetune", "launch"), _TRAINS),
     **dict.fromkeys(
-        ("sft", "dpo", "kto", "reward", "orpo"), f"Lockstep trains with rollouts of the model itself: {_TRAINS}"
+        ("sft", "dpo", "kto", "reward", "orpo"),
+        f"Lockstep trains with rollouts of the model itself: {_TRAINS}",
     ),
     **dict.fromkeys(("eval", "test", "benchmark"), "'lockstep evaluate' samples held-out problems"),
     **dict.fromkeys(("check", "doctor", "env", "info"), "'lockstep verify' checks a model on this machine"),
-    **dict.fromkeys(("resume", "continue"), "the command of the run ('lockstep grpo …') goes on from its last checkpoint"),
+    **dict.fromkeys(
+        ("resume", "continue"), "the command of the run ('lockstep grpo …') goes on from its last checkpoint"
+    ),
     **dict.fromkeys(("generate", "chat", "rollout"), "'lockstep serve' answers requests"),
 }
 
 
 def _no_command(word: str) -> str:
     if word.startswith("--"):
-        return f"the command comes before {word}: lockstep grpo {word} …; there is: {', '.join(COMMANDS)}"
+        return f"there is no command before {word}, as in lockstep grpo {word} …; there is: {', '.join(COMMANDS)}"
     if word in _OTHER_COMMANDS:
         return f"no command {word!r}; {_OTHER_COMMANDS[word]}"
     close = difflib.get_close_matches(word, COMMANDS, 1)
@@ -215,8 +218,11 @@ def _guarded(command: Callable[[], int]) -> int:
         complain(f"lockstep: {error}")
         return 1
     except OSError as error:
-        complain(f"lockstep: {error}")
-        return 1
+        is_gone = isinstance(error, FileNotFoundError) and error.filename is None
+        complain(
+            f"lockstep: {'the working directory has been deleted: go to another one' if is_gone else error}"
+        )
+        return 2 if is_gone else 1
 
 
 if __name__ == "__main__":

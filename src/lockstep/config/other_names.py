@@ -14,8 +14,12 @@ _LENGTH = "no prompt is cut here: drop rows that are too long, or raise vllm_max
 _PACKED = "completions are always packed without padding; leave it out"
 _METHOD = "the command chooses the method: lockstep grpo, rloo, reinforce-pp, ppo or online-dpo"
 _KL = "beta is the weight of the KL term in the loss; 0 leaves it out"
-_REFERENCE = "the reference is the model that training starts from; beta is its weight, and Python takes a ref_model"
-_MACHINES = "torchrun starts several processes (docs/guides/sharding.md); lockstep serve runs vLLM beside them"
+_REFERENCE = (
+    "the reference is the model that training starts from; beta is its weight, and Python takes a ref_model"
+)
+_MACHINES = (
+    "torchrun starts several processes (docs/guides/sharding.md); lockstep serve runs vLLM beside them"
+)
 _DTYPE = (
     "bf16 says in what the trainer computes, engine_dtype in what the engine does, and model_init_kwargs: {dtype: …} "
     "how the trained weights are held"
@@ -112,46 +116,34 @@ _MEANT: dict[tuple[str, ...], str] = {
 
 _MEANINGS = {name: fields for fields, names in _MEANT.items() for name in names.split()}
 
-INSTEAD: dict[str, str] = {
-    **dict.fromkeys(
-        "max_prompt_length max_prompt_len prompt_max_len filter_overlong_prompts truncation truncation_mode".split(),
-        _LENGTH,
-    ),
-    **dict.fromkeys(("dtype", "torch_dtype", "param_dtype"), _DTYPE),
-    **dict.fromkeys(
-        "attn_implementation flash_attn use_flash_attention_2 use_flash_attn attn_impl".split(),
-        "model_init_kwargs: {attn_implementation: …} has it",
-    ),
-    "model_revision": "model_init_kwargs: {revision: …} has it",
-    **dict.fromkeys(
-        ("vllm_device", "vllm_num_engines"),
-        "vLLM takes the trainer's device; with vllm_mode=server it has devices of its own",
-    ),
-    **dict.fromkeys("advantage_estimator adv_estimator algorithm algo trainer_type".split(), _METHOD),
-    **dict.fromkeys("kl_estimator kl_penalty kl_loss_type use_kl_loss use_kl_in_reward kl_ctrl".split(), _KL),
-    **dict.fromkeys("ref_model_path ref_model sft_model_path ref_pretrain".split(), _REFERENCE),
-    **dict.fromkeys(
-        "packing padding_free remove_padding use_remove_padding packing_samples pad_token".split(), _PACKED
-    ),
-    **dict.fromkeys("nproc_per_node n_gpus_per_node num_gpus nnodes num_processes gpus".split(), _MACHINES),
-    **dict.fromkeys(("wandb_project", "wandb_entity"), "set the variable WANDB_PROJECT or WANDB_ENTITY"),
-    "version": "'lockstep --version' prints it",
-    "dataset_streaming": "a file or a hub id is read as a whole; Python takes a stream as train_dataset",
-    "resume": "a run goes on from the last checkpoint of its output_dir by itself",
-    "resume_from": "a run goes on from the last checkpoint of its output_dir by itself",
-    "overwrite_output_dir": "a new run gets a new folder beside the old one; leave it out",
-    "per_gpu_eval_batch_size": "an evaluation samples with the engine's batches; leave it out",
-    **dict.fromkeys(
-        "fp16_opt_level half_precision_backend fp16_backend jit_mode_eval use_ipex tpu_num_cores tpu_metrics_debug "
-        "past_index ray_scope save_safetensors torchdynamo dispatch_batches split_batches include_tokens_per_second "
-        "mp_parameters group_by_length sharded_ddp xpu_backend use_mps_device include_inputs_for_metrics".split(),
-        _REDUCED,
-    ),
-    "overlap_rewards": "it was removed; max_staleness has its purpose: a server samples later generations while rewards "
-    "are computed",
-    "renderer": "it was removed: the model's chat template makes the ids between turns, and tool_format says how tool "
-    "calls are written",
-}  # fmt: skip
+_SAID: dict[str, str] = {
+    _LENGTH: "max_prompt_length max_prompt_len prompt_max_len filter_overlong_prompts truncation truncation_mode",
+    _DTYPE: "dtype torch_dtype param_dtype",
+    _METHOD: "advantage_estimator adv_estimator algorithm algo trainer_type",
+    _KL: "kl_estimator kl_penalty kl_loss_type use_kl_loss use_kl_in_reward kl_ctrl",
+    _REFERENCE: "ref_model_path ref_model sft_model_path ref_pretrain",
+    _PACKED: "packing padding_free remove_padding use_remove_padding packing_samples pad_token",
+    _MACHINES: "nproc_per_node n_gpus_per_node num_gpus nnodes num_processes gpus",
+    _REDUCED: "fp16_opt_level half_precision_backend fp16_backend jit_mode_eval use_ipex tpu_num_cores "
+    "tpu_metrics_debug past_index ray_scope save_safetensors torchdynamo dispatch_batches split_batches "
+    "include_tokens_per_second mp_parameters group_by_length sharded_ddp xpu_backend use_mps_device "
+    "include_inputs_for_metrics",
+    "model_init_kwargs: {attn_implementation: …} has it": "attn_implementation flash_attn use_flash_attention_2 "
+    "use_flash_attn attn_impl",
+    "model_init_kwargs: {revision: …} has it": "model_revision",
+    "vLLM takes the trainer's device; with vllm_mode=server it has devices of its own": "vllm_device vllm_num_engines",
+    "set the variable WANDB_PROJECT or WANDB_ENTITY": "wandb_project wandb_entity",
+    "'lockstep --version' prints it": "version",
+    "a file or a hub id is read as a whole; Python takes a stream as train_dataset": "dataset_streaming",
+    "a run goes on from the last checkpoint of its output_dir by itself": "resume resume_from",
+    "a new run gets a new folder beside the old one; leave it out": "overwrite_output_dir",
+    "an evaluation samples with the engine's batches; leave it out": "per_gpu_eval_batch_size",
+    "it was removed; max_staleness has its purpose: a server samples later generations while rewards are "
+    "computed": "overlap_rewards",
+    "it was removed: the model's chat template makes the ids between turns, and tool_format says how tool calls are "
+    "written": "renderer",
+}
+INSTEAD: dict[str, str] = {name: text for text, names in _SAID.items() for name in names.split()}
 
 # Fields of commands that a config of Python does not have.
 _ARGUMENTS = {

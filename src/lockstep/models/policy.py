@@ -98,18 +98,22 @@ def check_held(name: str, model: torch.nn.Module) -> None:
             "one device"
         )
     if len(places := sorted({str(p.device) for _, p in model.named_parameters()})) > 1:
-        raise InputError(f"{name} lies on {', '.join(places)}: leave device_map out; the trainer moves the model")
+        raise InputError(
+            f"{name} lies on {', '.join(places)}: leave device_map out; the trainer moves the model"
+        )
     for label, parameter in model.named_parameters():
         kind, is_wide = parameter.dtype, parameter.is_floating_point() and parameter.itemsize > 1
         if not is_wide and not is_quantised(parameter):
             raise InputError(f"{name}: {label} is {kind}, a quantised weight; training needs full precision")
         if kind is torch.float16 and parameter.requires_grad:
             raise InputError(
-                f"{name}: {label} is trained in {kind}, which needs a loss scaler; load the model in float32 (bf16=True "
-                "computes in bfloat16)"
+                f"{name}: {label} is trained in {kind}, which needs a loss scaler; load it in float32 (bf16=True computes "
+                "in bfloat16)"
             )
         if parameter.is_inference():
-            raise InputError(f"{name}: {label} was made in torch.inference_mode; load the model outside of it")
+            raise InputError(
+                f"{name}: {label} was made in torch.inference_mode; load the model outside of it"
+            )
     _check_tie(name, model)
 
 
@@ -170,8 +174,8 @@ def model_class(config: PreTrainedConfig) -> Any:
 
 # The errors that libraries raise for a damaged or foreign file. Which one it is depends on the wrong bytes.
 BAD_FILES = (
-    OSError, ValueError, ImportError, RuntimeError, AssertionError, SafetensorError, StrictDataclassError, pickle.UnpicklingError,
-    EOFError,
+    OSError, ValueError, ImportError, RuntimeError, AssertionError, SafetensorError, StrictDataclassError,
+    pickle.UnpicklingError, EOFError,
     KeyError, IndexError, TypeError, AttributeError, ArithmeticError,
 )  # fmt: skip
 

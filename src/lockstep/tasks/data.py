@@ -22,7 +22,15 @@ from lockstep.errors import InputError
 from lockstep.private_caches import expanded
 from lockstep.tasks import MADE
 from lockstep.tasks.builtin import arithmetic, calculator, dots, reasoning_gym_problems
-from lockstep.tasks.files import broken_line, check_text, column_types, data_files, opened, read_csv, reader_of
+from lockstep.tasks.files import (
+    broken_line,
+    check_text,
+    column_types,
+    data_files,
+    opened,
+    read_csv,
+    reader_of,
+)
 from lockstep.tasks.rewards import Reward, exact_match
 
 

@@ -243,7 +243,9 @@ class Template:
         self._takes_parts = False
         try:
             self._takes_parts = ended_within(
-                _RENDERED, "the chat template", lambda: not self._shows_text() and self._shows_text(in_parts=True)
+                _RENDERED,
+                "the chat template",
+                lambda: not self._shows_text() and self._shows_text(in_parts=True),
             )
         except OutOfTime as error:
             raise InputError(

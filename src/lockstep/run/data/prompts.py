@@ -174,7 +174,9 @@ def load_prompts(
         prompt_id = f"{name}/{index}"
         prompt = given["prompt"]
         # In NumPy's format, messages are an array of objects.
-        source = with_joined_text(prompt.tolist() if getattr(prompt, "dtype", None) == object else prompt)
+        source = with_joined_text(
+            prompt.tolist() if str(getattr(prompt, "dtype", "")) == "object" else prompt
+        )
         row = {**given, "prompt": source}
         try:
             if images is not None:
@@ -433,8 +435,8 @@ def read_sets(given: Any) -> Any:
     found = _rows(own, _MOST_EVALUATED + 1, "an eval dataset")
     if len(found) > _MOST_EVALUATED:
         raise InputError(
-            f"an eval dataset is a stream of more than {_MOST_EVALUATED:,} rows, and every evaluation samples all: give "
-            "a part of it, such as stream.take(500)"
+            f"an eval dataset is a stream of more than {_MOST_EVALUATED:,} rows, and every evaluation samples all: give a "
+            "part of it, such as stream.take(500)"
         )
     return found
 
