@@ -107,8 +107,8 @@ def check_held(name: str, model: torch.nn.Module) -> None:
             raise InputError(f"{name}: {label} is {kind}, a quantised weight; training needs full precision")
         if kind is torch.float16 and parameter.requires_grad:
             raise InputError(
-                f"{name}: {label} is trained in {kind}, which needs a loss scaler; load it in float32 (bf16=True computes "
-                "in bfloat16)"
+                f"{name}: {label} is trained in {kind}, which needs a loss scaler; load it in float32 (bf16=True "
+                "computes in bfloat16)"
             )
         if parameter.is_inference():
             raise InputError(

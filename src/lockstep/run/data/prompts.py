@@ -435,8 +435,8 @@ def read_sets(given: Any) -> Any:
     found = _rows(own, _MOST_EVALUATED + 1, "an eval dataset")
     if len(found) > _MOST_EVALUATED:
         raise InputError(
-            f"an eval dataset is a stream of more than {_MOST_EVALUATED:,} rows, and every evaluation samples all: give a "
-            "part of it, such as stream.take(500)"
+            f"an eval dataset is a stream of more than {_MOST_EVALUATED:,} rows, and every evaluation samples all: "
+            "give a part of it, such as stream.take(500)"
         )
     return found
 
