@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run or a proof failed, 2 bad input, 130 interrupted (S
 from __future__ import annotations
 
 import difflib
+import errno
 import io
 import logging
 import os
@@ -17,7 +18,7 @@ from lockstep import extensions
 from lockstep.cli.help import asks_for_help, help_text, underscored
 from lockstep.cli.output import code_of, open_streams
 from lockstep.cli.process import EndAtOnce, split_in_two, start_anew_with_tunables
-from lockstep.errors import InputError, Interrupted, LockstepError, one_line
+from lockstep.errors import InputError, Interrupted, LockstepError, one_line, shortened
 from lockstep.extensions import load
 from lockstep.safe_text import complain, say
 
@@ -218,11 +219,11 @@ def _guarded(command: Callable[[], int]) -> int:
         complain(f"lockstep: {error}")
         return 1
     except OSError as error:
-        is_gone = isinstance(error, FileNotFoundError) and error.filename is None
-        complain(
-            f"lockstep: {'the working directory has been deleted: go to another one' if is_gone else error}"
-        )
-        return 2 if is_gone else 1
+        if isinstance(error, FileNotFoundError) and error.filename is None:
+            complain("lockstep: the working directory has been deleted: go to another one")
+            return 2
+        complain(f"lockstep: {shortened(one_line(error))}")
+        return 2 if error.errno == errno.ENAMETOOLONG else 1
 
 
 if __name__ == "__main__":

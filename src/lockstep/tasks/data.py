@@ -1,6 +1,4 @@
-"""Loads the data that a config names: built-in problems, reasoning-gym, a file, a saved `datasets` directory, or a
-hub id.
-"""
+"""Loads the data that a config names: problems that are made, files, a saved `datasets` directory, or a hub id."""
 
 from __future__ import annotations
 
@@ -24,6 +22,7 @@ from lockstep.tasks import MADE
 from lockstep.tasks.builtin import arithmetic, calculator, dots, reasoning_gym_problems
 from lockstep.tasks.files import (
     broken_line,
+    check_split,
     check_text,
     column_types,
     data_files,
@@ -91,9 +90,9 @@ def load_data(
         return TaskData(_limited(train, train_size), _limited(tested, eval_size))
     if eval_size == 0:
         return TaskData(_limited(train, train_size), None)
-    if eval_size >= len(train):
+    if (count := len(train)) <= eval_size:
         raise InputError(
-            f"{name} has {len(train)} rows; {eval_size} cannot be held out for evaluation (eval_size)"
+            f"{name} has {count} rows; {eval_size} cannot be held out for evaluation (eval_size)"
         )
     parts = train.train_test_split(test_size=eval_size, seed=seed)
     return TaskData(_limited(parts["train"], train_size), parts["test"])
@@ -132,7 +131,7 @@ def _load_split(name: str, subset: str | None, split: str, types: Sequence[str])
             saved = load_from_disk(str(path))
             if isinstance(saved, DatasetDict):
                 return saved[split]
-            _no_split(name, split)
+            check_split(name, split)
             return saved
         return load_dataset(name, subset, split=split)
     except InputError:
@@ -209,14 +208,6 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _no_split(name: str, split: str) -> None:
-    """Refuse a split name for data without splits: it would silently give the same rows again."""
-    if split != "train":
-        raise InputError(
-            f"{name} has no split {split!r}, only one set of rows; hold some out with eval_size instead"
-        )
 
 
 def _limited(data: Dataset, rows: int) -> Dataset:
