@@ -2555,9 +2555,27 @@ MUTATIONS = [
     ),
     Mutation(
         "a config in Python says nothing of a removed field's replacement",
-        "for name in given.keys() & INSTEAD.keys():",
+        "for name in given.keys() - fields.keys():",
         "for name in ():",
         "tests/cli/test_arguments.py",
+    ),
+    Mutation(
+        "a text in a column of several kinds becomes the number that it looks like",
+        "        return json.dumps(value)\n    if isinstance(value, dict):",
+        "        return value\n    if isinstance(value, dict):",
+        "tests/tasks/test_tasks.py",
+    ),
+    Mutation(
+        "a model whose parameters are all frozen is trained",
+        "if not any(parameter.requires_grad for parameter in policy.parameters()):",
+        "if False:",
+        "tests/input/test_bad_python.py",
+    ),
+    Mutation(
+        "a forked copy of the process goes on with the run",
+        "if os.getpid() != process:",
+        "if False:",
+        "tests/rollouts/test_rewards.py",
     ),
     Mutation(
         "rows that have ended run past the model's positions",
@@ -3257,8 +3275,8 @@ MUTATIONS = [
     ),
     Mutation(
         "text as content is left out by templates that take parts only",
-        "self._takes_parts = not self._shows_text() and self._shows_text(in_parts=True)",
-        "self._takes_parts = False",
+        "lambda: not self._shows_text() and self._shows_text(in_parts=True)",
+        "lambda: False",
         f"{VISION_TEMPLATES}::test_text_of_messages_is_shown_also_by_templates_that_take_parts_only",
     ),
     Mutation(

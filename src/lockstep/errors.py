@@ -199,4 +199,8 @@ def quoted(error: BaseException) -> str:
 
 def one_line(error: BaseException) -> str:
     """The text of an error in one line, without the list of native frames in which PyTorch's text may end."""
-    return " ".join(str(error).partition("\nframe #")[0].split())
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  the error is of a user's own class
+        text = "without a text"
+    return " ".join(text.partition("\nframe #")[0].split())

@@ -47,6 +47,11 @@ class TerminalHandler(logging.Handler):
         except OSError:
             # Nobody reads the terminal any more.
             return
+        except UnicodeEncodeError:
+            self.handleError(record)
+        except ValueError:
+            # The stream is closed.
+            return
         except Exception:  # noqa: BLE001  as in logging's own handlers: a closed terminal must not end a run
             self.handleError(record)
 

@@ -42,7 +42,7 @@ class Terminal(Console):
 
 
 class _Open:
-    """A stream whose writes raise no OSError."""
+    """A stream that is written as far as it can be: it may be gone or closed, or have few characters."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -51,12 +51,16 @@ class _Open:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._stream.write(text)
+        # A stream that is closed raises a ValueError.
+        with suppress(OSError, ValueError):
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:
+                self._stream.write(text.encode("ascii", "backslashreplace").decode())
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self._stream.flush()
 
 

@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -91,12 +91,24 @@ def ended_within(seconds: float, what: str, call: Callable[[], T], *, awaited: b
     Raises:
         OutOfTime: the call took longer.
     """
+    process = os.getpid()
     with _limit(seconds, what, awaited) as is_late:
         try:
             return call()
         except _TooLate:
             is_late.set()
+        finally:
+            if os.getpid() != process:
+                # The call has forked, and the copy came back: it would go on with the run a second time.
+                _leave_copy(what)
     raise OutOfTime
+
+
+def _leave_copy(what: str) -> NoReturn:
+    error = sys.exception()
+    why = "" if error is None else f" ({type(error).__name__}: {error})"
+    _logger.error(f"{what} has forked, and did not end the copy of the process{why}: the copy ends here")
+    os._exit(1)
 
 
 def uses_signal(error: BaseException | None) -> bool:

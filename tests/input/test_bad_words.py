@@ -50,6 +50,8 @@ COMMANDS = [
         ["grpo", "--model_name_or_path", "a\0b", "--dataset_name", "arithmetic"],
         "not text",
     ),
+    Row("a surrogate in a value", ["grpo", "--dry_run", "--bad_words", "a\udcff"], "not text"),
+    Row("a surrogate in a model", ["grpo", "--dry_run", "--model_name_or_path=a\udcff"], "not text"),
     Row("a surrogate in a name", ["grpo", "--dry_run", "--nonsense\udce9", "x"], "unknown field"),
 ]
 NUMBERS = [

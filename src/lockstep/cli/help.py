@@ -32,7 +32,8 @@ import yaml
 
 import lockstep
 from lockstep.config.checks import check_possible, numbers_of
-from lockstep.config.option import GROUPS, INSTEAD, OTHERS, Bounds, refuse_other_value
+from lockstep.config.option import GROUPS, OTHERS, Bounds, refuse_other_value
+from lockstep.config.other_names import hint_of
 from lockstep.errors import InputError, one_line
 
 RECIPES = Path(lockstep.__file__).parent / "recipes"
@@ -111,17 +112,24 @@ def check_text(words: list[str]) -> None:
     Raises:
         InputError: there is such a word.
     """
+    is_unicode = sys.getfilesystemencoding() == "utf-8"
     for word in words:
         try:
-            is_text = b"\0" not in os.fsencode(word)
+            has_zero = b"\0" in os.fsencode(word)
+            # Bytes that this locale cannot read are halves of characters here.
+            word.encode()
         except UnicodeEncodeError as error:
-            is_text = False
-            if not "\ud800" <= word[error.start] <= "\udfff":
-                raise InputError(
-                    f"{word!r:.80} holds a character that file names cannot have in this locale "
-                    f"({sys.getfilesystemencoding()}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
-                ) from error
-        if not is_text:
+            half = "\ud800" <= word[error.start] <= "\udfff"
+            if half and word.startswith("--") and "=" not in word:
+                # No field has such a name, which is said later.
+                continue
+            if half and (is_unicode or not "\udc80" <= word[error.start] <= "\udcff"):
+                raise InputError(f"{word!r:.80} holds a character that is not text") from error
+            raise InputError(
+                f"{word!r:.80} holds a character that file names cannot have in this locale "
+                f"({sys.getfilesystemencoding()}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+            ) from error
+        if has_zero:
             raise InputError(f"{word!r:.80} holds a character that is not text")
 
 
@@ -134,7 +142,7 @@ def check_names(names: list[str], fields: dict[str, Any], where: str) -> None:
     for name in names:
         if name not in fields and not (name.startswith("no_") and name[3:] in fields):
             close = difflib.get_close_matches(name, fields, 1)
-            hint = INSTEAD.get(name) or (f"did you mean {close[0]!r}?" if close else "")
+            hint = hint_of(name, fields) or (f"did you mean {close[0]!r}?" if close else "")
             raise InputError(f"unknown field {name!r} in {where}" + (f"; {hint}" if hint else ""))
 
 

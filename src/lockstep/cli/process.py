@@ -30,6 +30,8 @@ import os
 import select
 import signal
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +44,8 @@ from lockstep.safe_text import complain
 # Two bytes for the pipe that differ from every signal number.
 _BEGUN, _ENDED = b"\xf0", b"\xf1"
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+# Seconds that a command waits for such threads when it has ended.
+_THREADS = 10.0
 # A signal that was sent to both processes appears on the child's pipe within these seconds.
 _BOTH = 0.2
 _ENDED_EARLY = (
@@ -199,6 +203,17 @@ class EndAtOnce:
     def __init__(self) -> None:
         self.code: int | None = None
         atexit.register(self._end)
+
+    def leave_threads(self) -> None:
+        """Wait a little for threads that a user's functions have started: Python would wait for them for ever."""
+        limit = time.monotonic() + _THREADS
+        for thread in threading.enumerate():
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join(max(0.0, limit - time.monotonic()))
+                if thread.is_alive():
+                    complain(f"lockstep: the thread {thread.name} still runs; the process ends without it")
+                    # The last of them is `_end`.
+                    atexit._run_exitfuncs()
 
     def _end(self) -> None:
         if self.code is None:

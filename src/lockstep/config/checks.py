@@ -194,7 +194,12 @@ def _is_of(value: Any, kinds: frozenset[str]) -> bool:
 
 
 def _check_text(name: str, value: Any) -> None:
-    """Refuse half a character: no file of the run could hold it."""
+    """Refuse half a character, at any depth: no file of the run could hold it. A plain text has no zero byte either."""
+    if isinstance(value, str) and "\0" in value:
+        raise InputError(f"{name} {value!r:.80} holds a character that is not text")
+    parts = value.items() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    for part in parts:
+        _check_text(name, part)
     try:
         str(value).encode()
     except UnicodeEncodeError as error:

@@ -19,7 +19,6 @@ from typing import Any, Literal, Self, TypeAlias
 
 from lockstep.config.option import (
     COUNT,
-    INSTEAD,
     PORT,
     SECONDS,
     Bookkeeping,
@@ -27,6 +26,7 @@ from lockstep.config.option import (
     option,
     refuse_other_value,
 )
+from lockstep.config.other_names import hint_of
 from lockstep.config.table import with_key
 from lockstep.engines.servers.calls import check_urls, server_urls, urls_of_file
 from lockstep.engines.vllm.arguments import SleepLevel
@@ -463,8 +463,10 @@ class OneValueFields:
     )
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
-        for name in given.keys() & INSTEAD.keys():
-            raise InputError(f"{cls.__name__} has no field {name!r}; {INSTEAD[name]}")
+        fields = vars(cls)["__dataclass_fields__"]
+        for name in given.keys() - fields.keys():
+            if hint := hint_of(name, fields):
+                raise InputError(f"{cls.__name__} has no field {name!r}; {hint}")
         return super().__new__(cls)
 
     def refuse_other_values(self) -> None:

@@ -28,6 +28,7 @@ from lockstep.models.adapters import REFERENCE, causal_model, is_adapted, with_a
 from lockstep.models.arithmetic import check_kernels
 from lockstep.models.policy import (
     check_finite,
+    check_held,
     load_policy,
     modules_with_dropout,
     switch_off_dropout,
@@ -97,12 +98,18 @@ def open_policy(
         )
     else:
         policy = model
+    check_held(f"model {path}", causal_model(policy))
     check_finite(f"model {path}", policy.named_parameters())
     prevent_packing(policy)
     fit_vocabulary(policy, guarded)
     policy = with_adapter(policy, peft_config, seed=args.seed)
     if args.freeze_vision_tower:
         _freeze_vision_tower(policy)
+    if not any(parameter.requires_grad for parameter in policy.parameters()):
+        raise InputError(
+            f"model {path}: all its parameters are frozen (requires_grad=False), so there is nothing to train: call "
+            "model.requires_grad_(True), or give a peft_config"
+        )
     if args.use_liger_kernel:
         check_kernels(causal_model(policy), args.liger_kernel_config or {})  # type: ignore[arg-type]
     if not args.disable_dropout and (found := modules_with_dropout(policy)):

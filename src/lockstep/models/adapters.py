@@ -15,6 +15,7 @@ import difflib
 import hashlib
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ import xxhash
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lockstep.devices import read_in_threads
-from lockstep.errors import InputError
+from lockstep.errors import InputError, told
 from lockstep.files import replace_text
 from lockstep.model_files import load_adapter
 from lockstep.models.parameters import checkpoint_tensors
@@ -303,6 +304,7 @@ def load_adapted(base: str, adapter: Path) -> tuple[Any, bool]:
     for either in _FILES:
         if not any((adapter / name).is_file() for name in either):
             raise InputError(f"adapter {adapter} has no {either[0]}; copy or save the adapter again")
+    _check_kind(adapter)
     about = read_base(adapter)
     model = _load_base(base, about)
     if about is not None and (found := base_digest(model)) != about.digest:
@@ -327,7 +329,25 @@ def load_adapted(base: str, adapter: Path) -> tuple[Any, bool]:
         if names:
             raise InputError(_unfit(adapter, f"{what} {listed(names)}"))
     check_finite(f"adapter {adapter}", trained.items())
+    for name, module in adapted.named_modules():
+        for scale in getattr(module, "scaling", {}).values() if hasattr(module, "lora_A") else ():
+            if not (math.isfinite(scale) and scale):
+                raise InputError(
+                    f"adapter {adapter}: its adapter_config.json scales {name} by {scale} (lora_alpha); correct it, or "
+                    "copy the adapter again"
+                )
     return adapted, about is not None
+
+
+def _check_kind(adapter: Path) -> None:
+    """Refuse an adapter that is not LoRA by what its config says, before PEFT looks for its layers."""
+    path = adapter / "adapter_config.json"
+    try:
+        kind = json.loads(path.read_text(encoding="utf-8"))["peft_type"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read ({told(error)}); copy the adapter again") from error
+    if kind != "LORA":
+        raise InputError(f"{path} has the peft_type {kind!r:.80}; only the weights of LORA can be merged")
 
 
 def _unfit(adapter: Path, what: str) -> str:

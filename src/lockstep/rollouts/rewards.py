@@ -563,9 +563,15 @@ def _how_to_use_a_signal(function: RewardFunction) -> str:
 
 
 def _checked(name: str, answer: Any, count: int) -> Scores:
-    if not isinstance(answer, Sequence) and not hasattr(answer, "tolist"):
+    is_text = isinstance(answer, str | bytes | bytearray)
+    if is_text or not (isinstance(answer, Sequence) or hasattr(answer, "tolist")):
         raise InputError(f"reward function {name} returned {type(answer).__name__}, not a list of numbers")
-    values = answer.tolist() if hasattr(answer, "tolist") else list(answer)
+    try:
+        values = answer.tolist() if hasattr(answer, "tolist") else list(answer)
+    except Exception as error:
+        # A tensor without values, for example.
+        said = f"{type(error).__name__}: {quoted(error)}"
+        raise InputError(f"reward function {name} returned an answer that cannot be read: {said}") from error
     if not isinstance(values, list) or len(values) != count:
         found = len(values) if isinstance(values, list) else 1
         raise InputError(f"reward function {name} returned {found} scores for {count} completions")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import glob
 import json
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
@@ -20,6 +23,7 @@ from lockstep.tasks.builtin import arithmetic, calculator, dots, reasoning_gym_p
 from lockstep.tasks.files import (
     broken_line,
     check_split,
+    check_text,
     column_types,
     data_files,
     opened,
@@ -113,10 +117,11 @@ def _is_csv(name: str, split: str) -> bool:
 
 def _load_split(name: str, subset: str | None, split: str, types: Sequence[str]) -> Dataset:
     path = expanded(name)
-    if "::" in name and path.exists():
-        # `datasets` reads the part before it alone: another file, or none.
+    if path.exists() and ("::" in name or os.path.expandvars(name) != name):
+        # `datasets` reads the part before `::` alone, and puts the variable's value there: another file, or none.
         raise InputError(
-            f"{path}: data cannot be read from a path with '::' in it; rename that file or folder"
+            f"{path}: the data cannot be read from a path with '::' or the name of a variable ($HOME) in it; rename "
+            "that file or folder"
         )
     files = data_files(name, split)
     try:
@@ -133,6 +138,8 @@ def _load_split(name: str, subset: str | None, split: str, types: Sequence[str])
         raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, DatasetsError, csv.Error) as error:
         broken = next(filter(None, map(broken_line, files or ())), None)
+        if broken is None and "corresponds to no data" in _reason(error):
+            broken = "it has no rows"
         if not broken and files is None and not path.is_dir():
             broken = f"there is no such file or directory here, and as a hub id: {_reason(error)[:200]}"
         raise InputError(f"cannot read data {name!r}: {broken or _reason(error)}") from error
@@ -143,20 +150,47 @@ def _read_files(files: Sequence[Path], types: Sequence[str]) -> Dataset:
     assert reader is not None
     if reader == "csv":
         return Dataset.from_dict(read_csv(files, column_types(types)))
+    if reader == "json":
+        check_text(files)
     try:
         # `datasets` reads a name of a file as a pattern, and puts the working directory before it as it is.
         escaped = [glob.escape(str(file.absolute())) for file in files]
         found = load_dataset(reader, data_files=escaped, split="train")
     except DatasetsError as error:
-        if reader != "json" or "timestamp" not in _reason(error):
+        if reader != "json" or not re.search("timestamp|agent traces", _reason(error)):
             raise
     else:
-        # In Parquet, dates are written as such.
-        types = [str(field.type) for field in found.features.arrow_schema]
-        if reader != "json" or not any("timestamp" in kind for kind in types):
+        # In Parquet, dates and JSON values are written as such.
+        if reader != "json" or not re.search(r"timestamp|Json\(", str(found.features)):
             return found
-    # JSON has no dates. `datasets` has made some from texts that look like one.
-    return Dataset.from_list([row for file in files for row in _json_rows(file)])
+    # JSON has no dates. `datasets` has made some from texts that look like one. Where a column has several kinds of
+    # values, it has made numbers of texts that look like one.
+    return _as_written([row for file in files for row in _json_rows(file)])
+
+
+def _as_written(rows: list[dict[str, Any]]) -> Dataset:
+    # Older releases of `datasets` have no type for columns of several kinds.
+    mixed = {"on_mixed_types": "use_json"} if hasattr(datasets, "Json") else {}
+    found = Dataset.from_list(rows, **mixed)
+    if "Json(" not in str(found.features):
+        return found
+    # A text that is JSON itself counts as encoded already.
+    encoded = [{name: _encoded(row.get(name), kind) for name, kind in found.features.items()} for row in rows]
+    return Dataset.from_list(encoded, features=found.features)
+
+
+def _encoded(value: Any, kind: Any) -> Any:
+    """A value with JSON in place of every part of the feature `Json`."""
+    if value is None:
+        return None
+    if type(kind).__name__ == "Json":
+        return json.dumps(value)
+    if isinstance(value, dict):
+        return {name: _encoded(value.get(name), part) for name, part in kind.items()}
+    if isinstance(value, list):
+        part = kind[0] if isinstance(kind, list) else kind.feature
+        return [_encoded(entry, part) for entry in value]
+    return value
 
 
 def _json_rows(path: Path) -> list[Any]:
@@ -165,7 +199,8 @@ def _json_rows(path: Path) -> list[Any]:
     try:
         whole = json.loads(text)
     except ValueError:
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        # Not by `splitlines`: a text may have line ends that JSON lines have not, such as U+2028.
+        return [json.loads(line) for line in re.split("[\r\n]", text) if line.strip()]
     return whole if isinstance(whole, list) else [whole]
 
 

@@ -5,6 +5,7 @@ This module imports no large library, so that a missing file is found before any
 
 from __future__ import annotations
 
+import codecs
 import csv
 import difflib
 import gzip
@@ -137,6 +138,20 @@ def opened(path: Path) -> IO[bytes]:
     """A data file for reading, unpacked."""
     is_packed = path.name.lower().endswith(".gz")
     return cast("IO[bytes]", gzip.open(path, "rb")) if is_packed else path.open("rb")
+
+
+def check_text(files: Sequence[Path]) -> None:
+    """Read files as UTF-8. Libraries find a wrong byte only when a row is read.
+
+    Raises:
+        UnicodeDecodeError: a file is not UTF-8.
+    """
+    for path in files:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        with opened(path) as file:
+            while part := file.read(1 << 20):
+                decoder.decode(part)
+        decoder.decode(b"", final=True)
 
 
 def broken_line(path: Path) -> str | None:

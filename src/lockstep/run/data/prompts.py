@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -28,9 +28,10 @@ from torch.utils.data import Dataset as TorchDataset
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.run import OnlineConfig
-from lockstep.errors import InputError
+from lockstep.errors import InputError, LockstepError, quoted
 from lockstep.images.prompts import IdsOf, ImagePrompts
 from lockstep.images.reading import has_pictures, with_own_decoder
+from lockstep.progress import busy
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
 from lockstep.tokens.arrays import whole_numbers
@@ -92,6 +93,17 @@ def with_empty_prompts(data: Any) -> Any:
     return data
 
 
+# How a dataset is made of what users give instead.
+_MADE_OF = {
+    "DatasetDict": "give one of its splits, such as data['train']",
+    "IterableDatasetDict": "give one of its splits, such as data['train']",
+    "list": "Dataset.from_list makes one of rows",
+    "dict": "Dataset.from_dict makes one of columns",
+    "DataFrame": "Dataset.from_pandas makes one",
+    "str": "datasets.load_dataset reads one",
+}
+
+
 def check_dataset(dataset: Any, name: str) -> None:
     """Refuse a dataset that cannot be trained on, before a model is loaded.
 
@@ -100,12 +112,14 @@ def check_dataset(dataset: Any, name: str) -> None:
 
     Raises:
         InputError: there is no `prompt` column, a column has the name of an argument of reward functions, there are
-            no rows, or it is not a map-style dataset.
+            no rows, the first cannot be read, or it is not a map-style dataset.
     """
     if dataset is None:
         raise InputError("`train_dataset` is required, unless an environment_factory gives the prompts")
     if not isinstance(dataset, Dataset):
-        raise InputError(f"the {name} dataset must be a datasets.Dataset, got {type(dataset).__name__}")
+        kind = type(dataset).__name__
+        advice = next((f"; {text}" for known, text in _MADE_OF.items() if known == kind), "")
+        raise InputError(f"the {name} dataset must be a datasets.Dataset, got {kind}{advice}")
     if len(dataset) == 0:
         raise InputError(f"the {name} dataset is empty")
     if "prompt" not in dataset.column_names:
@@ -116,6 +130,7 @@ def check_dataset(dataset: Any, name: str) -> None:
             f"functions: they would not "
             "see the column; rename it"
         )
+    next(_read(dataset, f"the {name} dataset"))
 
 
 def load_prompts(
@@ -157,9 +172,13 @@ def load_prompts(
             row["prompt"], tokenizer, template=template, add_special_tokens=add_special_tokens
         )
 
-    for index, given in enumerate(dataset):
+    for index, given in enumerate(_read(dataset, f"the {name} dataset")):
         prompt_id = f"{name}/{index}"
-        source = with_joined_text(given["prompt"])
+        prompt = given["prompt"]
+        # In NumPy's format, messages are an array of objects.
+        source = with_joined_text(
+            prompt.tolist() if str(getattr(prompt, "dtype", "")) == "object" else prompt
+        )
         row = {**given, "prompt": source}
         try:
             if images is not None:
@@ -356,6 +375,8 @@ def read_data(train: Any, evaluation: Any, config: OnlineConfig, environment_fac
 _TABLES = ("arrow", "pandas", "polars")
 # One generation is held in memory. The largest that anybody samples have some ten thousand completions.
 _MOST_COMPLETIONS = 1 << 20
+# A stream of more rows is taken for one without an end.
+_MOST_EVALUATED = 100_000
 
 
 def as_rows(data: Any) -> Any:
@@ -412,7 +433,15 @@ def read_sets(given: Any) -> Any:
         return {name: read_sets(data) for name, data in given.items()}
     given = as_rows(given)
     own = with_own_decoder(given) if has_pictures(given) else given
-    return _rows(own) if isinstance(own, IterableDataset) else own
+    if not isinstance(own, IterableDataset):
+        return own
+    found = _rows(own, _MOST_EVALUATED + 1, "an eval dataset")
+    if len(found) > _MOST_EVALUATED:
+        raise InputError(
+            f"an eval dataset is a stream of more than {_MOST_EVALUATED:,} rows, and every evaluation samples all: "
+            "give a part of it, such as stream.take(500)"
+        )
+    return found
 
 
 def named_sets(given: Any) -> dict[str, Any]:
@@ -439,11 +468,32 @@ def _training_rows(stream: IterableDataset, config: OnlineConfig) -> Dataset:
             "the train dataset is an IterableDataset: set max_steps, which says how many of its rows the run needs"
         )
     generations = -(-config.max_steps // config.optimizer_steps_per_generation)
-    return _rows(stream, generations * config.prompts_per_generation)
+    return _rows(stream, generations * config.prompts_per_generation, "the train dataset")
 
 
-def _rows(stream: IterableDataset, count: int | None = None) -> Dataset:
-    return Dataset.from_list([dict(row) for row in islice(stream, count)], features=stream.features)
+def _rows(stream: IterableDataset, count: int, what: str) -> Dataset:
+    with busy(f"reading up to {count:,} rows of {what}, a stream"):
+        rows = [dict(row) for row in islice(_read(stream, what), count)]
+    return Dataset.from_list(rows, features=stream.features)
+
+
+def _read(rows: Iterable[Any], what: str) -> Iterator[Any]:
+    """The rows of a dataset. A user's generator or transform makes them, which may raise anything."""
+    number, source = 0, None
+    while True:
+        try:
+            source = iter(rows) if source is None else source
+            row = next(source)
+        except StopIteration:
+            return
+        except LockstepError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                f"{what}: row {number} cannot be read: {type(error).__name__}: {quoted(error)}"
+            ) from error
+        yield row
+        number += 1
 
 
 @dataclass(frozen=True, slots=True)

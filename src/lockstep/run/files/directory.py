@@ -85,7 +85,11 @@ def locked(folder: Path, alone: str = "") -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a", encoding="utf-8")
     except OSError as error:
-        raise InputError(f"output_dir {folder} cannot be used: {error}") from error
+        why = str(error)
+        if isinstance(error, FileExistsError):
+            leads = folder.readlink() if folder.is_symlink() else None
+            why = "it is a file" if leads is None else f"it is a link to {leads}, where no folder is"
+        raise InputError(f"output_dir {folder} cannot be used: {why}") from error
     found = os.fstat(file.fileno())
     key = (found.st_dev, found.st_ino)
     if key in _held:

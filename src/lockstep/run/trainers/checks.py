@@ -115,12 +115,8 @@ def check_reference_model(model: PreTrainedModel, ref_model: PreTrainedModel) ->
 
 
 def check_kinds(model: Any, tokenizer: Any, callbacks: Any, optimizers: Any, engine: Any) -> None:
-    """Check the kinds of a constructor's arguments, and of the tensors that this process makes."""
-    if torch.get_default_dtype() == torch.float64:
-        raise InputError(
-            "torch's default dtype is float64 here, and a run computes in 32 bits or less: call "
-            "torch.set_default_dtype(torch.float32) before"
-        )
+    """Check the kinds of a constructor's arguments, and what torch does in this process."""
+    check_torch()
     check_model_kind(model)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise InputError(
@@ -141,6 +137,28 @@ def check_kinds(model: Any, tokenizer: Any, callbacks: Any, optimizers: Any, eng
         raise InputError(f"engine is a {_kind(engine)}; it must be an engine of lockstep.engines")
 
 
+def check_torch() -> None:
+    """Refuse settings of torch that hold for the whole process, or for the block of the caller, and change a run.
+
+    Raises:
+        InputError: the default dtype is not float32, gradients are switched off, or autocast is on.
+    """
+    if (dtype := torch.get_default_dtype()) is not torch.float32:
+        raise InputError(
+            f"torch's default dtype is {str(dtype).removeprefix('torch.')} here: call "
+            "torch.set_default_dtype(torch.float32) before (bf16 and model_init_kwargs.dtype choose the model's)"
+        )
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        raise InputError(
+            "torch's gradients are switched off here (no_grad, inference_mode or set_grad_enabled(False)): make "
+            "and call the trainer outside of it"
+        )
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        raise InputError(
+            "torch.autocast is on here: make and call the trainer outside of it; bf16=True computes in bfloat16"
+        )
+
+
 def check_model_kind(model: Any) -> None:
     """Check that a trainer's model is a name or a causal language model of transformers, maybe with an adapter."""
     if isinstance(model, str):
@@ -149,6 +167,11 @@ def check_model_kind(model: Any) -> None:
         raise InputError(
             f"model is a {_kind(model)}; it must be a name, a directory as text, a hub id, or a causal "
             "language model of transformers"
+        )
+    if any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
+        raise InputError(
+            "model is compiled (torch.compile): its weights have other names, and its forward has not been compared "
+            "with the engine; give the model itself"
         )
     inner = causal_model(model)
     if inner.get_output_embeddings() is None:

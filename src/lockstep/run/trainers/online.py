@@ -76,6 +76,7 @@ from lockstep.run.trainers.checks import (
     check_open,
     check_reference,
     check_reference_model,
+    check_torch,
     context_within,
     image_prompts,
     may_read_pictures,
@@ -538,6 +539,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             LockstepError: the trainer is closed.
         """
         check_open(self._is_closed)
+        check_torch()
         check_fields(self.config, again=True)
         check_gpu(self.args.use_liger_kernel, use_cpu=self.args.use_cpu)
         if resume_from_checkpoint is None:
