@@ -22,12 +22,24 @@ _logger = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
-    """What a trainer was given, as far as fields depend on it."""
+    """What a trainer was given, as far as fields depend on it.
+
+    Attributes:
+        acts: whether there are tools or environments.
+        has_texts: whether prompts may be plain text.
+        has_conversations: whether a chat template may be used: by prompts, agents, reward models.
+        scores: whether there are plain reward functions.
+        starts_engine: whether the trainer starts the engine, or connects to servers.
+    """
 
     acts: bool
     has_agent: bool
     reads_pictures: bool
     evaluates: bool
+    has_texts: bool
+    has_conversations: bool
+    scores: bool
+    starts_engine: bool
 
 
 class Condition(NamedTuple):
@@ -60,7 +72,7 @@ def _loss(*names: str) -> Callable[[Any], bool]:
 def _tracks(*names: str) -> Callable[[Any], bool]:
     def holds(config: Any) -> bool:
         given = [config.report_to] if isinstance(config.report_to, str) else config.report_to or ()
-        return bool({*names, "all"} & set(given)) if names else bool(set(given) - {"none"})
+        return bool({*names, "all"} & set(given))
 
     return holds
 
@@ -75,6 +87,12 @@ def _is_made(arguments: Any) -> bool:
     return arguments.dataset_name in MADE
 
 
+# Schedules that follow the metrics of evaluations, and know neither steps nor a warm-up.
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+WITHOUT_WARM_UP = ("constant", *BY_METRIC)
+_ONE_STEP = (
+    "where a generation is one optimizer step (num_iterations, steps_per_generation), so that ratios are 1"
+)
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 CONDITIONS = {
@@ -120,6 +138,19 @@ CONDITIONS = {
     "adaptive_entropy": Condition("without use_adaptive_entropy", lambda c: c.use_adaptive_entropy),
     "moving_reference": Condition("without sync_ref_model", lambda c: c.sync_ref_model),
     "checkpointing": Condition("without gradient_checkpointing", lambda c: c.gradient_checkpointing),
+    "several_steps": Condition(_ONE_STEP, lambda c: not c.single_update),
+    # The bound of CISPO may be below 1, and that of dual clipping too.
+    "several_steps_or_cispo": Condition(_ONE_STEP, lambda c: not c.single_update or not _loss(*_CLIPPED)(c)),
+    "several_steps_or_below_1": Condition(_ONE_STEP, lambda c: not c.single_update or (c.delta or 1.0) < 1.0),
+    "several_steps_or_kl": Condition(
+        f"{_ONE_STEP}, and without beta",
+        lambda c: not c.single_update or (bool(c.beta) and c.use_bias_correction_kl),
+    ),
+    "warm_up": Condition(
+        f"with lr_scheduler_type {', '.join(WITHOUT_WARM_UP)}", _is_not("lr_scheduler_type", *WITHOUT_WARM_UP)
+    ),
+    "shuffled": Condition("without shuffle_dataset", lambda c: c.shuffle_dataset),
+    "gpu": Condition("without a GPU", lambda c: c.device.type != "cpu"),
     "epochs": Condition("with max_steps", lambda c: c.max_steps <= 0),
     "betas": Condition("with this optim", lambda c: c.optimizer_takes("betas")),
     "eps": Condition("with this optim", lambda c: c.optimizer_takes("eps")),
@@ -139,8 +170,11 @@ CONDITIONS = {
         "without load_best_model_at_end, save_strategy=best or a schedule by metric",
         lambda c: c.follows_metric,
     ),
-    "hub": Condition("without push_to_hub", lambda c: c.push_to_hub),
-    "trackers": Condition("without report_to", _tracks()),
+    "hub": Condition("while training, without push_to_hub", lambda c: c.push_to_hub),
+    "hub_or_trackio": Condition(
+        "while training, without push_to_hub and report_to=trackio",
+        lambda c: c.push_to_hub or _tracks("trackio")(c),
+    ),
     "trackio": Condition("without report_to=trackio", _tracks("trackio")),
     "fsdp": Condition("without fsdp", lambda c: c.shards is not None),
     "processes": Condition("with one process", lambda c: c.world_size > 1),
@@ -159,7 +193,11 @@ OF_A_RUN = {
     "calls": Condition("without tools, environments or an agent", lambda r: r.acts or r.has_agent),
     "agent": Condition("without an agent", lambda r: r.has_agent),
     "pictures": Condition("with a model that reads no pictures", lambda r: r.reads_pictures),
-    "held_out": Condition("without data to evaluate on", lambda r: r.evaluates),
+    "texts": Condition("with prompts that are conversations", lambda r: r.has_texts),
+    "conversations": Condition("with prompts that are plain text", lambda r: r.has_conversations),
+    "plain_rewards": Condition("without plain reward functions", lambda r: r.scores),
+    "own_engine": Condition("with an engine that the trainer is given", lambda r: r.starts_engine),
+    "held_out": Condition("while training, without data to evaluate on", lambda r: r.evaluates),
 }
 
 

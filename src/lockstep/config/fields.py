@@ -383,7 +383,10 @@ class LogFields:
         only_with="log_steps",
     )
     logging_nan_inf_filter: bool = option(
-        False, "Hide NaN losses; off, so that you see them.", group="logging"
+        False,
+        "Has no effect: a proof ends the run before such a loss is logged.",
+        group="logging",
+        no_effect="a proof ends the run before a loss that is not finite is logged",
     )
     log_completions: bool = option(
         False,

@@ -28,7 +28,6 @@ from transformers import Trainer, TrainingArguments
 from lockstep.algorithms.corrections import CorrectionMode
 from lockstep.config.checks import check_fields
 from lockstep.config.contradictions import (
-    BY_METRIC,
     check_accelerator,
     check_best_model,
     check_corrections,
@@ -37,9 +36,10 @@ from lockstep.config.contradictions import (
     check_quantised_sampling,
     check_schedule,
     check_staleness,
+    check_switches,
     complete_schedule,
 )
-from lockstep.config.effect import say_without_effect, set_fields
+from lockstep.config.effect import BY_METRIC, say_without_effect, set_fields
 from lockstep.config.fields import (
     AgentFields,
     ColocateFields,
@@ -140,7 +140,7 @@ class OnlineConfig(
         None, "Arguments of `from_pretrained`, if the model is given by name.", group="model", mapping=True
     )
     chat_template_kwargs: dict | str | None = option(
-        None, "Arguments of the chat template.", group="model", mapping=True
+        None, "Arguments of the chat template.", group="model", mapping=True, only_with="conversations"
     )
     add_special_tokens: bool = option(
         True,
@@ -148,6 +148,7 @@ class OnlineConfig(
         "Off: a text is "
         "all of its prompt.",
         group="data",
+        only_with="texts",
     )
     shuffle_dataset: bool = option(True, "Shuffle the training prompts every epoch.", group="data")
 
@@ -189,6 +190,7 @@ class OnlineConfig(
         "functions with side effects, or that depend on time or on earlier calls.",
         group="reward",
         bookkeeping=Bookkeeping.COMPARISON,
+        only_with="plain_rewards",
     )
     vllm_importance_sampling_correction: bool = option(
         True,
@@ -224,7 +226,7 @@ class OnlineConfig(
         group="engine",
         bounds=SHARE,
         bookkeeping=Bookkeeping.MEMORY,
-        only_with="vllm_here",
+        only_with=("vllm_here", "own_engine"),
     )
     vllm_max_model_length: int | None = option(
         None,
@@ -256,10 +258,14 @@ class OnlineConfig(
         "The model's implementation in vLLM: vllm (or auto), which takes transformers' where vLLM has none, "
         "or transformers.",
         group="engine",
-        only_with="vllm_here",
+        only_with=("vllm_here", "own_engine"),
     )
     vllm_engine_kwargs: dict | str | None = option(
-        None, "Further arguments of vllm.LLM.", group="engine", mapping=True, only_with="vllm_here"
+        None,
+        "Further arguments of vllm.LLM.",
+        group="engine",
+        mapping=True,
+        only_with=("vllm_here", "own_engine"),
     )
     vllm_enable_lora: bool = option(
         False,
@@ -377,7 +383,8 @@ class OnlineConfig(
         self.fsdp = self.fsdp_config = self.deepspeed = None
         # A trainer sets the time of its run (`run/files/directory.py`).
         self.template_clock = TemplateClock(datetime.now())
-        check_accelerator(self.accelerator_config)
+        dropped += check_accelerator(self.accelerator_config)
+        check_switches(self)
         with meeting_ranks(os.environ, self.ddp_timeout, use_cpu=self.use_cpu):
             super().__post_init__()
         use_one_gpu(self)
@@ -640,14 +647,14 @@ class GroupConfig(OnlineConfig):
         "Lower clip of the ratio: 1 − epsilon.",
         group="method",
         bounds=Bounds(0, infinite=True),
-        only_with="clip",
+        only_with=("several_steps", "clip"),
     )
     epsilon_high: float | None = option(
         None,
         "Upper clip: 1 + epsilon_high; default: epsilon.",
         group="method",
         bounds=Bounds(0, infinite=True),
-        only_with="upper_clip",
+        only_with=("several_steps_or_cispo", "upper_clip"),
     )
     beta: float = option(
         0.0,

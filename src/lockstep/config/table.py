@@ -38,7 +38,7 @@ INHERITED: dict[str, About] = {
     "gradient_accumulation_steps": about(group="method", common=True, bounds=COUNT),
     "lr_scheduler_type": about(group="method"),
     "lr_scheduler_kwargs": about(group="method"),
-    "warmup_steps": about(group="method", bounds=Bounds(0)),
+    "warmup_steps": about(group="method", bounds=Bounds(0), only_with="warm_up"),
     "optim": about(
         "The optimizer. Those that step inside the backward (lomo, layerwise, schedule_free) are refused.",
         group="method",
@@ -50,9 +50,13 @@ INHERITED: dict[str, About] = {
     "adam_beta2": about(group="method", bounds=Bounds(0, 1, below=True), only_with="betas"),
     "adam_epsilon": about(group="method", bounds=Bounds(0), only_with="eps"),
     "seed": about(group="method", common=True, bounds=SEED),
-    "data_seed": about(group="method", bounds=SEED),
+    "data_seed": about(group="method", bounds=SEED, only_with="shuffled"),
     "report_to": about(group="logging", common=True, bookkeeping=Bookkeeping.PLACE),
-    "run_name": about(group="logging", bookkeeping=Bookkeeping.PLACE, only_with="trackers"),
+    "run_name": about(
+        "Name of the run: in trackers, and in the title of its report.",
+        group="logging",
+        bookkeeping=Bookkeeping.PLACE,
+    ),
     "project": about(group="logging", bookkeeping=Bookkeeping.PLACE, only_with="trackio"),
     "logging_strategy": about(group="logging", bookkeeping=Bookkeeping.LOGS),
     "logging_first_step": about(group="logging", bookkeeping=Bookkeeping.LOGS),
@@ -85,7 +89,7 @@ INHERITED: dict[str, About] = {
     "push_to_hub": about(group="saving", bookkeeping=Bookkeeping.HUB),
     "hub_model_id": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
     "hub_strategy": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
-    "hub_private_repo": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
+    "hub_private_repo": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub_or_trackio"),
     "hub_revision": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
     "hub_always_push": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
     "hub_token": about(group="saving", only_with="hub"),
@@ -106,7 +110,7 @@ INHERITED: dict[str, About] = {
     "include_num_input_tokens_seen": about(bookkeeping=Bookkeeping.LOGS),
     "disable_tqdm": about(bookkeeping=Bookkeeping.LOGS),
     "log_level_replica": about(bookkeeping=Bookkeeping.LOGS, only_with="processes"),
-    "torch_empty_cache_steps": about(bookkeeping=Bookkeeping.MEMORY),
+    "torch_empty_cache_steps": about(bookkeeping=Bookkeeping.MEMORY, only_with="gpu"),
     "deepspeed": about(bookkeeping=Bookkeeping.MEMORY),
     "fsdp": about(bookkeeping=Bookkeeping.MEMORY, also=("bool", "list")),
     "fsdp_config": about(bookkeeping=Bookkeeping.MEMORY, only_with="fsdp"),
@@ -133,7 +137,13 @@ INHERITED: dict[str, About] = {
         )
     ),
     "parallelism_config": about(only=(None, "use FSDP2 or DeepSpeed (docs/guides/sharding.md)")),
-    "torch_compile": about(only=(False, "a compiled forward has not been compared with the engine")),
+    "torch_compile": about(
+        only=(
+            False,
+            "a compiled forward has not been compared with the engine (torch_compile_backend and torch_compile_mode "
+            "ask for it too)",
+        )
+    ),
     "label_smoothing_factor": about(only=(0.0, "it has no meaning for these losses")),
     "neftune_noise_alpha": about(only=(None, "the engine has no such noise")),
     "train_sampling_strategy": about(only=("random", "use shuffle_dataset")),
@@ -165,6 +175,8 @@ INHERITED: dict[str, About] = {
     "length_column_name": about(no_effect=("length", "prompts are not sorted by their lengths")),
     "do_train": about(no_effect=(False, _BY_CALLER)),
     "do_predict": about(no_effect=(False, _BY_CALLER)),
+    "local_rank": about(no_effect=(-1, "the launcher says it in the environment")),
+    "tf32": about(only_with="gpu"),
     "ddp_backend": about(only_with="processes"),
     "save_on_each_node": about(only_with="processes"),
     "optim_target_modules": about(only_with="projection"),
