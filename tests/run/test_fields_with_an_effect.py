@@ -18,8 +18,7 @@ from lockstep.config.table import options_of, with_key
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 
-# Fields with an effect in every run: a method, what is sampled, data, model and place of a run. test_measured_effects.py
-# measures those of configs.
+# Fields with an effect in every run. test_measured_effects.py measures those of configs.
 ALWAYS = """
 average_by_prompt baseline beta bf16 dataset_name dtype engine engine_dtype entropy_coef eval_size eval_strategy
 filter_zero_variance frequency_penalty full_determinism gamma generation_batch_size generation_kwargs
@@ -308,6 +307,41 @@ def test_a_trainer_says_what_has_no_effect_in_its_run(
     assert "tool_timeout has no effect without tools or environments" in said
     assert "agent_timeout has no effect without an agent" in said
     assert "min_pixels and max_pixels have no effect with a model that reads no pictures" in said
+
+
+def test_settings_of_accelerate_are_said_to_have_no_effect_or_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (line,) = lines_of({"accelerator_config": {"split_batches": True, "even_batches": False}}, capsys)
+    assert "split_batches, even_batches of accelerator_config: no effect here" in line
+    usual = {"even_batches": True, "dispatch_batches": False}
+    assert not lines_of({"accelerator_config": usual}, capsys)
+    refused = {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}
+    assert "set gradient_accumulation_steps" in lines_of(refused, capsys)[0]
+
+
+@pytest.mark.parametrize("fields", [{"torch_compile_backend": "inductor"}, {"torch_compile_mode": "default"}])
+def test_what_asks_for_a_compiled_forward_is_refused(
+    fields: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = lines_of(fields, capsys)
+    assert "not supported" in line
+    assert next(iter(fields)) in line
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tf32": True}, "tf32=True needs an NVIDIA GPU"),
+        ({"debug": "tpu_metrics_debug"}, "debug='tpu_metrics_debug'; it must be underflow_overflow"),
+        ({"debug": "everything"}, "debug='everything'; it must be underflow_overflow"),
+    ],
+)
+def test_a_switch_that_nothing_here_has_is_one_sentence(
+    fields: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = lines_of(fields, capsys)
+    assert line.startswith(said)
 
 
 def test_a_config_of_defaults_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,7 @@ TESTS = Path(__file__).parents[1]
 CHAT = Dataset.from_list([{"prompt": [{"role": "user", "content": f"what is {i} + {i}"}]} for i in range(8)])
 LONG = Dataset.from_dict({"prompt": ["what is 12 + 34 " * 6] * 4})
 Fields = dict[str, Any]
+NONE: Mapping[str, Any] = {}
 
 
 class Row(NamedTuple):
@@ -52,11 +53,11 @@ class Row(NamedTuple):
 
     a: Any
     b: Any
-    fields: Mapping[str, Any] = {}
+    fields: Mapping[str, Any] = NONE
     where: str = "metrics"
     method: str = "GRPO"
     model: str = "untied"
-    given: Any = {}
+    given: Any = NONE
     look: Callable[[Any], Any] = lambda run: None
     before: Mapping[str, Any] | None = None
 
@@ -288,7 +289,7 @@ ROWS: dict[str, Row] = {
     "vllm_max_num_seqs": Row(1, 4, where="batches"),
     "max_staleness": Row(1, 0, {"max_steps": 3}),
     "engine_dtype": Row("bfloat16", "float32"),
-    "cast_lm_head_to_fp32": Row(True, False, BF16),
+    "cast_lm_head_to_fp32": Row(True, False, {"bf16": True}),
     "router_aux_loss_coef": Row(0.5, 0.0, where="weights", model="experts"),
     "token_budget": Row(8, 100, where="forwards"),
     "logits_chunk_size": Row(2, 512, where="logits"),
@@ -508,7 +509,10 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "a GPU, or Triton's interpreter",
         "learn/test_liger.py::test_training_with_the_kernels_of_the_gpu_is_training_without",
     ),
-    "vllm_enable_sleep_mode": ("a GPU", "learn/test_memory.py::SLEEP"),
+    "vllm_enable_sleep_mode": (
+        "a GPU",
+        "engines/test_sleep.py::test_a_run_sleeps_after_every_generation_and_learns_the_same",
+    ),
     "log_multimodal": (
         "a model that reads pictures",
         "images/test_images_recipe.py::test_the_recipe_runs_on_a_tiny_model_and_its_report_shows_the_pictures",
@@ -533,7 +537,10 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "a model that reads pictures",
         "images/test_picture_urls.py::test_a_run_learns_from_the_bytes_that_it_fetched_once",
     ),
-    "reward_model_path": ("a reward model", "learn/test_online_dpo.py::REWARD_MODEL"),
+    "reward_model_path": (
+        "a reward model",
+        "learn/test_online_dpo.py::test_a_reward_model_can_be_named_in_the_configuration",
+    ),
 }
 CONFIGS = (GRPOConfig, RLOOConfig, OnlineDPOConfig, ReinforcePPConfig, PPOConfig)
 
