@@ -300,8 +300,8 @@ def test_a_trainer_says_what_has_no_effect_in_its_run(
     fields |= {"vllm_model_impl": "transformers", "add_special_tokens": False}
     make("GRPO", untied_dir, tmp_path, hf_engine, fields)
     said = "".join(capsys.readouterr())
-    assert "chat_template_kwargs has no effect with prompts that are plain text" in said
-    assert "vllm_model_impl has no effect with an engine that the trainer is given" in said
+    assert "chat_template_kwargs has no effect without conversations" in said
+    assert "vllm_model_impl has no effect without an engine that the trainer starts" in said
     assert "recheck_rewards" not in said
     assert "add_special_tokens" not in said
     assert "tool_timeout has no effect without tools or environments" in said

@@ -90,9 +90,8 @@ def _is_made(arguments: Any) -> bool:
 # Schedules that follow the metrics of evaluations, and know neither steps nor a warm-up.
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 WITHOUT_WARM_UP = ("constant", *BY_METRIC)
-_ONE_STEP = (
-    "where a generation is one optimizer step (num_iterations, steps_per_generation), so that ratios are 1"
-)
+# With one step, the ratios of a generation are 1.
+_ONE_STEP = "without several optimizer steps per generation (num_iterations)"
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 CONDITIONS = {
@@ -143,11 +142,11 @@ CONDITIONS = {
     "several_steps_or_cispo": Condition(_ONE_STEP, lambda c: not c.single_update or not _loss(*_CLIPPED)(c)),
     "several_steps_or_below_1": Condition(_ONE_STEP, lambda c: not c.single_update or (c.delta or 1.0) < 1.0),
     "several_steps_or_kl": Condition(
-        f"{_ONE_STEP}, and without beta",
+        "without beta, or several optimizer steps per generation (num_iterations)",
         lambda c: not c.single_update or (bool(c.beta) and c.use_bias_correction_kl),
     ),
     "warm_up": Condition(
-        f"with lr_scheduler_type {', '.join(WITHOUT_WARM_UP)}", _is_not("lr_scheduler_type", *WITHOUT_WARM_UP)
+        "without an lr_scheduler_type that warms up", _is_not("lr_scheduler_type", *WITHOUT_WARM_UP)
     ),
     "shuffled": Condition("without shuffle_dataset", lambda c: c.shuffle_dataset),
     "gpu": Condition("without a GPU", lambda c: c.device.type != "cpu"),
@@ -170,9 +169,9 @@ CONDITIONS = {
         "without load_best_model_at_end, save_strategy=best or a schedule by metric",
         lambda c: c.follows_metric,
     ),
-    "hub": Condition("while training, without push_to_hub", lambda c: c.push_to_hub),
+    "hub": Condition("without push_to_hub while training", lambda c: c.push_to_hub),
     "hub_or_trackio": Condition(
-        "while training, without push_to_hub and report_to=trackio",
+        "without push_to_hub or report_to=trackio while training",
         lambda c: c.push_to_hub or _tracks("trackio")(c),
     ),
     "trackio": Condition("without report_to=trackio", _tracks("trackio")),
@@ -193,11 +192,11 @@ OF_A_RUN = {
     "calls": Condition("without tools, environments or an agent", lambda r: r.acts or r.has_agent),
     "agent": Condition("without an agent", lambda r: r.has_agent),
     "pictures": Condition("with a model that reads no pictures", lambda r: r.reads_pictures),
-    "texts": Condition("with prompts that are conversations", lambda r: r.has_texts),
-    "conversations": Condition("with prompts that are plain text", lambda r: r.has_conversations),
+    "texts": Condition("without prompts that are plain text", lambda r: r.has_texts),
+    "conversations": Condition("without conversations", lambda r: r.has_conversations),
     "plain_rewards": Condition("without plain reward functions", lambda r: r.scores),
-    "own_engine": Condition("with an engine that the trainer is given", lambda r: r.starts_engine),
-    "held_out": Condition("while training, without data to evaluate on", lambda r: r.evaluates),
+    "own_engine": Condition("without an engine that the trainer starts", lambda r: r.starts_engine),
+    "held_out": Condition("without data to evaluate on while training", lambda r: r.evaluates),
 }
 
 

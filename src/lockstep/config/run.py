@@ -185,9 +185,8 @@ class OnlineConfig(
     )
     recheck_rewards: bool = option(
         True,
-        "Ask plain reward functions again about one drawn group per generation, to prove the scores. Set it "
-        "to false for "
-        "functions with side effects, or that depend on time or on earlier calls.",
+        "Ask plain reward functions again about one drawn group per generation, to prove the scores. Not for "
+        "functions with side effects, or that depend on time or earlier calls.",
         group="reward",
         bookkeeping=Bookkeeping.COMPARISON,
         only_with="plain_rewards",
@@ -247,10 +246,8 @@ class OnlineConfig(
     max_staleness: int = option(
         0,
         "How many optimizer steps tokens may be older than the policy that first learns from them. Above 0, "
-        "generations are "
-        "sampled ahead: by a server while the trainer learns, by an engine in this process before it learns. "
-        "0: generation and "
-        "training take turns.",
+        "generations are sampled ahead: by a server while the trainer learns, in this process before it learns. "
+        "0: they take turns.",
         group="server",
     )
     vllm_model_impl: str = option(
@@ -269,17 +266,15 @@ class OnlineConfig(
     )
     vllm_enable_lora: bool = option(
         False,
-        "Send a LoRA adapter alone, to vLLM's own LoRA, instead of merged weights: less is sent, and sampling "
-        "is slower. A "
-        "server needs --enable_lora.",
+        "Send a LoRA adapter alone, to vLLM's own LoRA: less is sent, and sampling is slower. A server needs "
+        "--enable_lora.",
         group="engine",
         only_with="vllm",
     )
     vllm_quantization: str | None = option(
         None,
-        "Sample with the weights in 8 bits, by vLLM's name of the scheme: fp8_per_channel. The trainer keeps "
-        "its own weights, "
-        "and importance weights correct for the difference. A server needs --quantization.",
+        "Sample with weights in 8 bits: fp8_per_channel. The trainer keeps its own, and importance weights correct "
+        "for the difference. A server needs --quantization.",
         group="engine",
         only_with="vllm",
     )

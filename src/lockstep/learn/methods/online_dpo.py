@@ -60,7 +60,7 @@ class OnlineDPOConfig(OnlineConfig):
     loss_type: PreferenceLossType = option("sigmoid", "DPO's loss, or IPO's.", group="method", common=True)
     vllm_importance_sampling_correction: bool = option(
         True,
-        "Has no effect: the loss compares completions, and has no such weights.",
+        "Has no effect: the loss has no such weights.",
         no_effect="Online DPO's loss has no such weights",
     )
     vllm_gpu_memory_utilization: float = option(0.55, "Share of a GPU's memory for vLLM.")
