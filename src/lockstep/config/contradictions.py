@@ -175,6 +175,9 @@ def _model(given: Mapping[str, Any]) -> None:
 def _recomputed(given: Mapping[str, Any]) -> None:
     if not isinstance(given.get("use_reentrant", False), bool):
         raise TypeError(f"use_reentrant is {given['use_reentrant']!r}, and must be true or false")
+    for name in ("every_n_layers", "offload"):
+        if name in given:
+            raise TypeError(f"{name} is not supported yet")
     number = torch.ones(1, requires_grad=True)
     checkpoint(torch.exp, number, **{"use_reentrant": False, **given}).sum().backward()
 

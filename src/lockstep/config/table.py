@@ -23,7 +23,10 @@ _BY_CALLER = "what is called says it"
 INHERITED: dict[str, About] = {
     "gradient_checkpointing": about(group="model", bookkeeping=Bookkeeping.MEMORY),
     "gradient_checkpointing_kwargs": about(
-        group="model", bookkeeping=Bookkeeping.MEMORY, only_with="checkpointing"
+        "Arguments of torch's `checkpoint`, such as use_reentrant.",
+        group="model",
+        bookkeeping=Bookkeeping.MEMORY,
+        only_with="checkpointing",
     ),
     "use_liger_kernel": about(group="model"),
     "eval_strategy": about(group="data", bookkeeping=Bookkeeping.LOGS),
@@ -89,7 +92,12 @@ INHERITED: dict[str, About] = {
     "push_to_hub": about(group="saving", bookkeeping=Bookkeeping.HUB),
     "hub_model_id": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
     "hub_strategy": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
-    "hub_private_repo": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub_or_trackio"),
+    "hub_private_repo": about(
+        "Whether a new repository, or a new Space of trackio, is private. Default: as the account says.",
+        group="saving",
+        bookkeeping=Bookkeeping.HUB,
+        only_with="hub_or_trackio",
+    ),
     "hub_revision": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
     "hub_always_push": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
     "hub_token": about(group="saving", only_with="hub"),
