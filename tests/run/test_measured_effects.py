@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import pytest
 import tiny
@@ -124,7 +125,7 @@ threaded_multiply.__name__ = multiply.__name__
 
 
 def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-    SEEN.append(re.sub(r"/[^/]*$", "", re.sub(r"(//[^/]*).*", r"\1", base_url)))
+    SEEN.append(urlsplit(base_url))
     body = json.dumps({"model": "policy", "messages": row["prompt"], "max_tokens": 4}).encode()
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     with urllib.request.urlopen(
@@ -139,11 +140,12 @@ def slow_agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
     return agent(base_url, api_key, row)
 
 
-def seen(run: Any) -> set[Any]:
-    """What rollouts have noted of themselves."""
-    found = set(SEEN)
-    SEEN.clear()
-    return found
+def hosts(run: Any) -> set[Any]:
+    return {place.hostname for place in SEEN}
+
+
+def ports(run: Any) -> set[Any]:
+    return {place.port for place in SEEN}
 
 
 def free_port(folder: Path) -> int:
@@ -245,7 +247,13 @@ ROWS: dict[str, Row] = {
     "max_tool_calling_iterations": Row(0, 2, CALLS, model="caller", given=TOOLS),
     "tool_timeout": Row(0.1, 60.0, CALLS, model="caller", given={**TOOLS, "tools": [slow_multiply]}),
     "tool_threads": Row(
-        True, False, CALLS, "more", model="caller", given={**TOOLS, "tools": [threaded_multiply]}, look=seen
+        True,
+        False,
+        CALLS,
+        "more",
+        model="caller",
+        given={**TOOLS, "tools": [threaded_multiply]},
+        look=lambda run: set(SEEN),
     ),
     "tool_format": Row("hermes", "pythonic", CALLS, "error", model="caller", given=TOOLS),
     "temperature": Row(1.0, 0.5),
@@ -416,8 +424,8 @@ ROWS: dict[str, Row] = {
     ),
     "vllm_quantization": Row("fp8_per_channel", None, {**VLLM, **GAP}, "started"),
     "agent_timeout": Row(0.2, 60.0, TALKS, given={**AGENT, "agent": slow_agent}),
-    "gateway_host": Row("localhost", "127.0.0.1", TALKS, "more", given=AGENT, look=seen),
-    "gateway_port": Row(free_port, free_port, TALKS, "more", given=AGENT, look=seen),
+    "gateway_host": Row("localhost", "127.0.0.1", TALKS, "more", given=AGENT, look=hosts),
+    "gateway_port": Row(free_port, free_port, TALKS, "more", given=AGENT, look=ports),
     "project": Row("one", "two", TRACKIO, "sent"),
     "trackio_space_id": Row("one", "two", TRACKIO, "sent"),
     "trackio_bucket_id": Row("one", "two", TRACKIO, "sent"),
