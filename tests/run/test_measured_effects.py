@@ -188,6 +188,11 @@ def first_checkpoint(folder: Path) -> str:
     return str(folder / "run" / "checkpoint-1")
 
 
+def likely_full_stop(folder: Path) -> dict[str, float]:
+    (token,) = tiny.make_tokenizer()(".")["input_ids"]
+    return {str(token): 9.0}
+
+
 def file_of_urls(folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "urls").write_text("http://127.0.0.1:7\n")
@@ -243,7 +248,7 @@ ROWS: dict[str, Row] = {
     "max_thinking_length": Row(3, None, THINKS),
     "min_thinking_length": Row(1, None, THINKS),
     "interruption": Row(" so: .", ".", THINKS),
-    "end_of_thinking": Row(".", "so", THINKS, "metrics"),
+    "end_of_thinking": Row(".", "so", {**THINKS, "logit_bias": likely_full_stop}),
     "max_tool_calling_iterations": Row(0, 2, CALLS, model="caller", given=TOOLS),
     "tool_timeout": Row(0.1, 60.0, CALLS, model="caller", given={**TOOLS, "tools": [slow_multiply]}),
     "tool_threads": Row(
