@@ -31,7 +31,7 @@ per_device_train_batch_size plain_prompts presence_penalty push_to_hub rehearse_
 reward_clip_range reward_funcs reward_timeout rollouts_file rollouts_size_limit run_name save_strategy seed self_test
 shuffle_dataset skip_memory_metrics steps_per_generation stop_strings structured_outputs_choice
 structured_outputs_grammar structured_outputs_json temperature token_budget top_entropy_quantile top_k top_p train_size
-use_adaptive_entropy use_cache use_peft vf_coef value_learning_rate vllm_importance_sampling_correction
+use_adaptive_entropy use_cache use_peft vf_coef value_learning_rate
 vllm_max_model_length vllm_mode vllm_server_timeout vllm_structured_outputs_regex weight_decay
 allowed_token_ids bad_words max_thinking_length
 """
@@ -87,6 +87,7 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "engine_here": (SERVER, {}),
     "servers": ({}, SERVER),
     "server_without_url": ({"vllm_server_base_url": "http://127.0.0.1:1"}, SERVER),
+    "token_weights": ({}, {}),
     "correction": ({"vllm_importance_sampling_correction": False}, {}),
     "thinking": ({}, {"max_thinking_length": 8}),
     "filter": ({}, {"top_p": 0.9}),
@@ -226,7 +227,11 @@ def test_every_field_has_a_known_condition_or_is_judged_to_need_none() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name", "condition"),
-    [row for row in conditional(*CONFIGS) if row[2] in CONDITIONS and row[2] not in NOT_HERE],
+    [
+        row
+        for row in conditional(*CONFIGS)
+        if row[2] in CONDITIONS and row[2] not in (*NOT_HERE, "token_weights")
+    ],
 )
 def test_a_field_is_said_where_it_has_no_effect_and_not_where_it_has_one(
     kind: type, name: str, condition: str, capsys: pytest.CaptureFixture[str]
@@ -307,6 +312,12 @@ def test_a_trainer_says_what_has_no_effect_in_its_run(
     assert "tool_timeout has no effect without tools or environments" in said
     assert "agent_timeout has no effect without an agent" in said
     assert "min_pixels and max_pixels have no effect with a model that reads no pictures" in said
+
+
+def test_online_dpo_has_no_weights_of_tokens_to_switch_off(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"vllm_importance_sampling_correction": False}
+    assert len(about("vllm_importance_sampling_correction", lines_of(fields, capsys, OnlineDPOConfig))) == 1
+    assert not lines_of(fields, capsys)
 
 
 def test_settings_of_accelerate_are_said_to_have_no_effect_or_refused(

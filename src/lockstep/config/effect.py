@@ -108,6 +108,7 @@ CONDITIONS = {
         "unless vllm_mode is server, without vllm_server_base_url and vllm_server_url_file",
         lambda c: c.vllm_mode == "server" and not (c.vllm_server_base_url or c.vllm_server_url_file),
     ),
+    "token_weights": Condition("without a loss with such weights", lambda c: c.weights_tokens),
     "correction": Condition(
         "without vllm_importance_sampling_correction", lambda c: c.vllm_importance_sampling_correction
     ),

@@ -383,7 +383,6 @@ class LogFields:
     logging_nan_inf_filter: bool = option(
         False,
         "Has no effect: a proof ends the run before such a loss is logged.",
-        group="logging",
         no_effect="a proof ends the run before a loss that is not finite is logged",
     )
     log_completions: bool = option(

@@ -195,6 +195,7 @@ class OnlineConfig(
         True,
         "Weight tokens by the measured trainer / engine ratio, after the gap has passed.",
         group="proofs",
+        only_with="token_weights",
     )
     vllm_importance_sampling_mode: CorrectionMode = option(
         "token_truncate",
@@ -455,6 +456,11 @@ class OnlineConfig(
         if self.zero is not None and self.zero.shards:
             return self.zero.title
         return None if self.shards is None else "FSDP"
+
+    @property
+    def weights_tokens(self) -> bool:
+        """Whether the loss weights tokens by the ratio of trainer and engine."""
+        return True
 
     @property
     def group_size(self) -> int:

@@ -58,12 +58,11 @@ class OnlineDPOConfig(OnlineConfig):
         also=("float",),
     )
     loss_type: PreferenceLossType = option("sigmoid", "DPO's loss, or IPO's.", group="method", common=True)
-    vllm_importance_sampling_correction: bool = option(
-        True,
-        "Has no effect: the loss has no such weights.",
-        no_effect="Online DPO's loss has no such weights",
-    )
     vllm_gpu_memory_utilization: float = option(0.55, "Share of a GPU's memory for vLLM.")
+
+    @property
+    def weights_tokens(self) -> bool:
+        return False
 
     @property
     def group_size(self) -> int:
