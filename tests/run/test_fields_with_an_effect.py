@@ -66,8 +66,6 @@ OWN_CHECK = {
     "router_aux_loss_coef": "refused with a model that is no mixture of experts",
     "sync_ref_model": "refused without beta",
     "tools": "refused beside other makers of rollouts",
-    "torch_compile_backend": "refused: it asks for torch_compile",
-    "torch_compile_mode": "refused: it asks for torch_compile",
     "use_cpu": "on a machine without a GPU it asks for what is so",
     "use_liger_kernel": "refused without a GPU",
     "use_vllm": "refused in server mode; with another engine a trainer is given one on purpose",

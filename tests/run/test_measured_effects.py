@@ -460,14 +460,6 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "eval_strategy sets it; alone it is said to have no effect",
         "run/test_fields_with_an_effect.py::test_a_field_is_said_where_it_has_no_effect_and_not_where_it_has_one",
     ),
-    "torch_compile_backend": (
-        "refused",
-        "run/test_fields_with_an_effect.py::test_what_asks_for_a_compiled_forward_is_refused",
-    ),
-    "torch_compile_mode": (
-        "refused",
-        "run/test_fields_with_an_effect.py::test_what_asks_for_a_compiled_forward_is_refused",
-    ),
     "optim_target_modules": (
         "galore_torch and apollo_torch are not installed where tests run",
         "run/test_fields_with_an_effect.py::test_a_field_is_said_where_it_has_no_effect_and_not_where_it_has_one",

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +22,11 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import is_torch_tf32_available
 
 from lockstep.config.effect import BY_METRIC
-from lockstep.config.option import value_of
+from lockstep.config.option import refuse_other_value, value_of
+from lockstep.config.table import with_key
 from lockstep.engines.vllm.arguments import check_quantization, check_user_arguments
 from lockstep.errors import InputError, one_line
+from lockstep.files import read_settings
 from lockstep.model_files import build_empty
 from lockstep.safe_text import without_secrets
 
@@ -63,16 +66,10 @@ def check_accelerator(given: Any) -> list[str]:
     """
     if given is None:
         return []
-    made = given
     with _sentence("accelerator_config", given):
-        if isinstance(given, str) and given.startswith("{"):
-            given = json.loads(given)
-        if not isinstance(given, AcceleratorConfig):
-            made = (
-                AcceleratorConfig.from_json_file(given)
-                if isinstance(given, str)
-                else AcceleratorConfig(**given)
-            )
+        if isinstance(given, str):
+            given = json.loads(given if given.startswith("{") else read_settings(Path(given)))
+        made = given if isinstance(given, AcceleratorConfig) else AcceleratorConfig(**given)
     if (made.gradient_accumulation_kwargs or {}).get("num_steps", 1) != 1:
         raise InputError(
             "accelerator_config.gradient_accumulation_kwargs.num_steps: set gradient_accumulation_steps"
@@ -86,11 +83,14 @@ def check_accelerator(given: Any) -> list[str]:
 
 
 def check_switches(config: OnlineConfig) -> None:
-    """Refuse what transformers would answer with a bare `ValueError`.
+    """Refuse what transformers would answer with a bare `ValueError`, or take as another field.
 
     Raises:
-        InputError: `tf32` is asked for where the device has none, or `debug` names what is not there.
+        InputError: `tf32` or a compiled forward is asked for where there is none, or `debug` names what is not there.
     """
+    # transformers would switch `torch_compile` on, which the user has not set.
+    for name in ("torch_compile_backend", "torch_compile_mode"):
+        refuse_other_value(name, getattr(config, name), with_key(type(config), "only")[name])
     if config.tf32 and not is_torch_tf32_available():
         raise InputError(
             "tf32=True needs an NVIDIA GPU of the Ampere generation or a later one; leave it out"
@@ -290,12 +290,14 @@ def check_schedule(config: OnlineConfig) -> None:
         raise InputError(
             f"lr_scheduler_type={name} takes no lr_scheduler_kwargs, and there are {given}; leave them out"
         )
+    if 0 < config.max_steps < warmup and config.process_index == 0:
+        _logger.warning(
+            f"warmup_steps={warmup} is more than max_steps={config.max_steps}: learning_rate is never reached"
+        )
 
 
 def _reduced(name: str, given: Any) -> list[float]:
-    """Rates, as shares of the first one, of a schedule by metric whose metric stays as it is: at once, and without
-    patience.
-    """
+    """Rates of a schedule by metric whose metric stays as it is, as shares of the first: at once, without patience."""
     found = []
     for patience in ({}, {"patience": 0}):
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
