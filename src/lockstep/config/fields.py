@@ -93,9 +93,8 @@ class ServerFields:
     )
     vllm_weight_deltas: bool = option(
         True,
-        "Over gloo, send bf16 servers only the elements of the weights that changed. The trainer and each "
-        "worker then keep "
-        "a copy of the weights in main memory, if there is room.",
+        "Over gloo, send bf16 servers only the elements of weights that changed. Trainer and workers then keep "
+        "a copy in main memory, if there is room.",
         group="server",
         bookkeeping=Bookkeeping.SERVERS,
         only_with="vllm",
@@ -318,9 +317,8 @@ class ToolFields:
     )
     tool_threads: bool = option(
         False,
-        "Each call of a plain tool, and each environment, gets a thread of its own, so that slow ones run at "
-        "the same time. "
-        "Signals do not work there, and neither does a connection that was made once (SQLite).",
+        "Each call of a plain tool, and each environment, gets a thread of its own, so that slow ones run together. "
+        "Signals do not work there, nor does a connection that was made once (SQLite).",
         group="tools",
         bookkeeping=Bookkeeping.THREADS,
         only_with="acting",
@@ -382,7 +380,9 @@ class LogFields:
         only_with="log_steps",
     )
     logging_nan_inf_filter: bool = option(
-        False, "Hide NaN losses; off, so that you see them.", group="logging"
+        False,
+        "Has no effect: a proof ends the run before such a loss is logged.",
+        no_effect="a proof ends the run before a loss that is not finite is logged",
     )
     log_completions: bool = option(
         False,

@@ -21,7 +21,6 @@ from transformers import Trainer, TrainingArguments
 from lockstep.algorithms.corrections import CorrectionMode
 from lockstep.config.checks import check_fields
 from lockstep.config.contradictions import (
-    BY_METRIC,
     check_accelerator,
     check_best_model,
     check_corrections,
@@ -30,9 +29,10 @@ from lockstep.config.contradictions import (
     check_quantised_sampling,
     check_schedule,
     check_staleness,
+    check_switches,
     complete_schedule,
 )
-from lockstep.config.effect import say_without_effect, set_fields
+from lockstep.config.effect import BY_METRIC, say_without_effect, set_fields
 from lockstep.config.fields import (
     AgentFields,
     ColocateFields,
@@ -112,7 +112,7 @@ class OnlineConfig(
         None, "Arguments of `from_pretrained`, if the model is given by name.", group="model", mapping=True
     )
     chat_template_kwargs: dict | str | None = option(
-        None, "Arguments of the chat template.", group="model", mapping=True
+        None, "Arguments of the chat template.", group="model", mapping=True, only_with="conversations"
     )
     add_special_tokens: bool = option(
         True,
@@ -120,6 +120,7 @@ class OnlineConfig(
         "Off: a text is "
         "all of its prompt.",
         group="data",
+        only_with="texts",
     )
     shuffle_dataset: bool = option(True, "Shuffle the training prompts every epoch.", group="data")
 
@@ -156,16 +157,17 @@ class OnlineConfig(
     )
     recheck_rewards: bool = option(
         True,
-        "Ask plain reward functions again about one drawn group per generation, to prove the scores. Set it "
-        "to false for "
-        "functions with side effects, or that depend on time or on earlier calls.",
+        "Ask plain reward functions again about one drawn group per generation, to prove the scores. Not for "
+        "functions with side effects, or that depend on time or earlier calls.",
         group="reward",
         bookkeeping=Bookkeeping.COMPARISON,
+        only_with="plain_rewards",
     )
     vllm_importance_sampling_correction: bool = option(
         True,
         "Weight tokens by the measured trainer / engine ratio, after the gap has passed.",
         group="proofs",
+        only_with="token_weights",
     )
     vllm_importance_sampling_mode: CorrectionMode = option(
         "token_truncate",
@@ -196,7 +198,7 @@ class OnlineConfig(
         group="engine",
         bounds=SHARE,
         bookkeeping=Bookkeeping.MEMORY,
-        only_with="vllm_here",
+        only_with=("vllm_here", "own_engine"),
     )
     vllm_max_model_length: int | None = option(
         None,
@@ -217,10 +219,8 @@ class OnlineConfig(
     max_staleness: int = option(
         0,
         "How many optimizer steps tokens may be older than the policy that first learns from them. Above 0, "
-        "generations are "
-        "sampled ahead: by a server while the trainer learns, by an engine in this process before it learns. "
-        "0: generation and "
-        "training take turns.",
+        "generations are sampled ahead: by a server while the trainer learns, in this process before it learns. "
+        "0: they take turns.",
         group="server",
     )
     vllm_model_impl: str = option(
@@ -228,24 +228,26 @@ class OnlineConfig(
         "The model's implementation in vLLM: vllm (or auto), which takes transformers' where vLLM has none, "
         "or transformers.",
         group="engine",
-        only_with="vllm_here",
+        only_with=("vllm_here", "own_engine"),
     )
     vllm_engine_kwargs: dict | str | None = option(
-        None, "Further arguments of vllm.LLM.", group="engine", mapping=True, only_with="vllm_here"
+        None,
+        "Further arguments of vllm.LLM.",
+        group="engine",
+        mapping=True,
+        only_with=("vllm_here", "own_engine"),
     )
     vllm_enable_lora: bool = option(
         False,
-        "Send a LoRA adapter alone, to vLLM's own LoRA, instead of merged weights: less is sent, and sampling "
-        "is slower. A "
-        "server needs --enable_lora.",
+        "Send a LoRA adapter alone, to vLLM's own LoRA: less is sent, and sampling is slower. A server needs "
+        "--enable_lora.",
         group="engine",
         only_with="vllm",
     )
     vllm_quantization: str | None = option(
         None,
-        "Sample with the weights in 8 bits, by vLLM's name of the scheme: fp8_per_channel. The trainer keeps "
-        "its own weights, "
-        "and importance weights correct for the difference. A server needs --quantization.",
+        "Sample with weights in 8 bits: fp8_per_channel. The trainer keeps its own, and importance weights correct "
+        "for the difference. A server needs --quantization.",
         group="engine",
         only_with="vllm",
     )
@@ -349,7 +351,8 @@ class OnlineConfig(
         self.fsdp = self.fsdp_config = self.deepspeed = None
         # A trainer sets the time of its run (`run/files/directory.py`).
         self.template_clock = TemplateClock(datetime.now())
-        check_accelerator(self.accelerator_config)
+        dropped += check_accelerator(self.accelerator_config)
+        check_switches(self)
         with meeting_ranks(os.environ, self.ddp_timeout, use_cpu=self.use_cpu):
             try:
                 super().__post_init__()
@@ -429,6 +432,11 @@ class OnlineConfig(
         if self.zero is not None and self.zero.shards:
             return self.zero.title
         return None if self.shards is None else "FSDP"
+
+    @property
+    def weights_tokens(self) -> bool:
+        """Whether the loss weights tokens by the ratio of trainer and engine."""
+        return True
 
     @property
     def group_size(self) -> int:
@@ -618,14 +626,14 @@ class GroupConfig(OnlineConfig):
         "Lower clip of the ratio: 1 − epsilon.",
         group="method",
         bounds=Bounds(0, infinite=True),
-        only_with="clip",
+        only_with=("several_steps", "clip"),
     )
     epsilon_high: float | None = option(
         None,
         "Upper clip: 1 + epsilon_high; default: epsilon.",
         group="method",
         bounds=Bounds(0, infinite=True),
-        only_with="upper_clip",
+        only_with=("several_steps_or_cispo", "upper_clip"),
     )
     beta: float = option(
         0.0,

@@ -61,6 +61,10 @@ class OnlineDPOConfig(OnlineConfig):
     vllm_gpu_memory_utilization: float = option(0.55, "Share of a GPU's memory for vLLM.")
 
     @property
+    def weights_tokens(self) -> bool:
+        return False
+
+    @property
     def group_size(self) -> int:
         return 2
 

@@ -414,10 +414,6 @@ def check_dispatch(train: Any, evaluation: Any, config: OnlineConfig) -> None:
     several = evaluation.values() if isinstance(evaluation, Mapping) else [evaluation]
     asked: Any = config.accelerator_config
     if not any(isinstance(data, IterableDataset) for data in (train, *several)):
-        if asked.dispatch_batches and config.process_index == 0:
-            _logger.warning(
-                "dispatch_batches=True has no effect here: every rank reads all rows before training begins"
-            )
         return
     if asked.dispatch_batches:
         raise InputError(

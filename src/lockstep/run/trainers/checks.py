@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from datasets import Value
 from transformers import (
     AutoConfig,
     PreTrainedConfig,
@@ -35,6 +36,7 @@ from lockstep.model_files import load_files
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.policy import BAD_FILES, FAMILIES, check_finite, context_length, reads_pictures
 from lockstep.models.resolve import resolve_model
+from lockstep.models.reward_model import RewardModel
 from lockstep.whose_code import is_lockstep
 
 _logger = logging.getLogger(__name__)
@@ -83,6 +85,25 @@ def router_coefficient(model: PreTrainedModel, args: Any) -> float:
     if coefficient:
         check_routers(inner)
     return coefficient
+
+
+def kinds_of(datasets: Mapping[str, Any], rewards: Sequence[Any], *, makes_text: bool) -> dict[str, bool]:
+    """Whether a run has texts and conversations, and plain reward functions, as `Run` has it.
+
+    Args:
+        datasets: each has a column `prompt`, or rows of which something else makes prompts (`makes_text`).
+        rewards: functions, reward models, and their names; None: there are none.
+    """
+    texts = {isinstance(rows.features.get("prompt"), Value) for rows in datasets.values()}
+    plain = [
+        callable(r) and not isinstance(r, torch.nn.Module | RewardModel) for r in rewards if r is not None
+    ]
+    return {
+        "has_texts": makes_text or True in texts,
+        # Reward models and judges have chat templates too.
+        "has_conversations": makes_text or False in texts or not all(plain) or not plain,
+        "scores": any(plain),
+    }
 
 
 def context_within(model: PreTrainedModel, wanted: int | None) -> int:

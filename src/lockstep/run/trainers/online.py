@@ -79,6 +79,7 @@ from lockstep.run.trainers.checks import (
     check_torch,
     context_within,
     image_prompts,
+    kinds_of,
     may_read_pictures,
     needs_plain_rows,
     parts_of_processor,
@@ -190,11 +191,19 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         check_adapter(peft_config)
         check_installed([args.report_to] if isinstance(args.report_to, str) else args.report_to or ())
         self._meet_ranks()
-        acts = bool(tools) or environment_factory is not None
-        given = Run(acts, agent is not None, may_read_pictures(model), eval_dataset is not None)
-        say_without_effect(args, set_fields(args), given, owner=self.ranks.owner)
         data = self._read_data(train_dataset, eval_dataset, environment_factory, model)
         self._has_environments = environment_factory is not None
+        # An environment adds text to prompts, and a function or an agent makes others.
+        makes_text = any(maker is not None for maker in (environment_factory, rollout_func, agent))
+        given = Run(
+            acts=bool(tools) or environment_factory is not None,
+            has_agent=agent is not None,
+            reads_pictures=may_read_pictures(model),
+            evaluates=eval_dataset is not None,
+            starts_engine=engine is None,
+            **kinds_of(data.named, entries_of(reward_funcs), makes_text=makes_text),
+        )
+        say_without_effect(args, set_fields(args), given, owner=self.ranks.owner)
         self._given = {
             "tools": tools,
             "rollout_func": rollout_func,
@@ -225,8 +234,6 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         if loads_rewards:
             self._scorer = self.scorer(reward_funcs, reward_processing_classes)
         prepare_cuda()
-        # An environment adds text to prompts, and a function or an agent makes others.
-        makes_text = any(maker is not None for maker in (environment_factory, rollout_func, agent))
         self._opened = opened = open_policy(model, processing_class, peft_config, args, quantization_config)
         self._images = image_prompts(
             opened, args, data.named, image_processor, acting=bool(tools) or makes_text
