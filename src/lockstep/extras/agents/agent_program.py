@@ -395,6 +395,10 @@ class RolloutAgents:
         ids = render_prompt(row["prompt"], self._tokenizer, arguments, add_special_tokens=special)
         return whole_numbers(ids)
 
+    def shown_tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """None: an agent sends its tools with its own messages."""
+        return []
+
     def beside_environments(self, work: Callable[[], T], limit: float) -> T:
         """The result of work that needs nothing of another thread."""
         return work()
