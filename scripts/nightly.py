@@ -4,6 +4,7 @@
 |---|---|
 | self-test | `lockstep verify --self-test` on the packaged model, in float32 and in bfloat16, whole |
 | vLLM for GPUs | vLLM's second model runner on the pretend GPU: a server, `verify`, and a whole self-test of a tiny model |
+| inputs | thousands of inputs of every field and command (`tests/input/test_every_input.py`), drawn by the seed |
 | kill sweep | a sample of the cases of `scripts/kill_sweep.py`: commands that are killed at one of their file operations |
 | release tests | the tests marked `release`, in an order that the seed draws, until the time of this part is over |
 | mutations | the cases of `scripts/mutation_cases.py`, in an order that the seed draws, until the three hours are over |
@@ -226,6 +227,32 @@ def gpu_runner(
         return [beside.result(), faults]
 
 
+def inputs(seed: int, until: float) -> list[Result]:
+    """Inputs of every field and command: each is taken, or refused in one sentence."""
+    start, file = time.monotonic(), "tests/input/test_every_input.py"
+    with tempfile.TemporaryDirectory() as folder:
+        log, report = Path(folder) / "log", Path(folder) / "report.xml"
+        pytest = [
+            PYTHON,
+            "-m",
+            "pytest",
+            "-m",
+            "release",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--junitxml",
+            report,
+        ]
+        code = run_program([*pytest, file], until, log, env={**os.environ, "LOCKSTEP_INPUT_SEED": str(seed)})
+        found = counted(report) if report.exists() else Counter(failed=1)
+        if code or found["failed"]:
+            show_end(f"inputs: exit code {code}", log)
+    said = "NOT ENDED in its time" if code is None else ""
+    failed = found["failed"] or int(bool(code))
+    return [Result("inputs", found["ran"], found["ran"], time.monotonic() - start, failed, said)]
+
+
 def kill_sweep(seed: int, until: float, more: Sequence[str] = ("--most", "100000")) -> list[Result]:
     """Cases of the kill sweep in the order of the seed.
 
@@ -317,7 +344,8 @@ PARTS = (
     Part("self-test", 0.6, self_tests),
     # Its self-test alone takes 40 minutes of a loaded processor.
     Part("vLLM for GPUs", 0.85, gpu_runner),
-    Part("kill sweep", 0.88, kill_sweep),
+    Part("inputs", 0.88, inputs),
+    Part("kill sweep", 0.9, kill_sweep),
     Part("release tests", 0.94, release_tests),
     Part("mutations", 1.0, mutations),
 )

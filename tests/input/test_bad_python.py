@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from bad_input import Row, refused, rows
@@ -15,7 +16,7 @@ from transformers import BertConfig, BertModel
 
 from lockstep import GRPOConfig, GRPOTrainer, OnlineDPOTrainer
 from lockstep.connection import connect
-from lockstep.errors import LockstepError
+from lockstep.errors import InputError, LockstepError
 
 DATA = datasets.Dataset.from_dict({"prompt": [f"p{i}" for i in range(8)]})
 
@@ -242,3 +243,37 @@ def test_a_trainer_that_is_closed_trains_no_more(make: Callable[..., GRPOTrainer
     refused(lambda: closed.train(), "closed", LockstepError)
     refused(lambda: closed.evaluate(), "closed|eval_dataset", LockstepError)
     closed.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("vllm_importance_sampling_mode", "token_truncat", "did you mean 'token_truncate'"),
+        ("lr_scheduler_type", "diagonal", "The choices are: linear"),
+        ("eval_strategy", "", "The choices are: no, steps, epoch"),
+        ("debug", "x", "DebugOption"),
+    ],
+)
+def test_a_text_that_is_no_choice_is_refused(name: str, value: str, says: str) -> None:
+    refused(lambda: GRPOConfig(output_dir="unused", **{name: value}), f"{value}.*{says}", InputError)
+
+
+@pytest.mark.parametrize("value", [np.array([1, 2]), object(), torch.tensor(3), 1j])
+@pytest.mark.parametrize(
+    "name", ["parallelism_config", "report_to", "structured_outputs_json", "beta", "stop_strings"]
+)
+def test_an_object_that_no_field_takes_is_refused_by_name(name: str, value: object) -> None:
+    refused(lambda: GRPOConfig(output_dir="unused", **{name: value}), name, InputError)
+
+
+def test_whole_numbers_are_fractions_where_a_field_has_fractions() -> None:
+    """torch's AdamW takes no pair of 0 and 0.999."""
+    made = GRPOConfig(output_dir="unused", adam_beta1=0, adam_beta2=0)
+    assert isinstance(made.adam_beta1, float)
+
+
+def test_entries_of_a_list_are_checked_by_their_type() -> None:
+    refused(lambda: GRPOConfig(output_dir="unused", bad_words=["a", 3]), "bad_words.*each entry must be text")
+    refused(
+        lambda: GRPOConfig(output_dir="unused", allowed_token_ids=[1.5]), "each entry must be a whole number"
+    )

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run or a proof failed, 2 bad input, 130 interrupted (S
 from __future__ import annotations
 
 import difflib
+import errno
 import io
 import logging
 import os
@@ -17,7 +18,7 @@ from lockstep import extensions
 from lockstep.cli.help import asks_for_help, help_text, underscored
 from lockstep.cli.output import code_of, open_streams
 from lockstep.cli.process import EndAtOnce, split_in_two, start_anew_with_tunables
-from lockstep.errors import InputError, Interrupted, LockstepError, one_line
+from lockstep.errors import InputError, Interrupted, LockstepError, one_line, shortened
 from lockstep.extensions import load
 from lockstep.safe_text import complain, say
 
@@ -196,8 +197,8 @@ def _guarded(command: Callable[[], int]) -> int:
         complain(f"lockstep: {error}")
         return 1
     except OSError as error:
-        complain(f"lockstep: {error}")
-        return 1
+        complain(f"lockstep: {shortened(one_line(error))}")
+        return 2 if error.errno == errno.ENAMETOOLONG else 1
 
 
 if __name__ == "__main__":

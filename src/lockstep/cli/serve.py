@@ -15,7 +15,7 @@ from lockstep.cli.help import WordParser
 from lockstep.cli.output import quiet_libraries
 from lockstep.config.checks import check_bounds
 from lockstep.config.option import CONTEXT, COUNT, PORT, SHARE
-from lockstep.errors import InputError
+from lockstep.errors import InputError, foreign_errors
 from lockstep.private_caches import expanded
 from lockstep.safe_text import complain, masked, say
 
@@ -77,7 +77,8 @@ def run(words: list[str]) -> int:
         quantization=arguments.quantization,
         rest=tuple(rest),
     )
-    command = command_line(options)
+    with foreign_errors(f"{arguments.model} cannot be served", InputError):
+        command = command_line(options)
     if (line := shortened(options)) and not options.is_later_node:
         _say(line)
     if arguments.dry_run:

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from lockstep.config.option import value_of
 from lockstep.engines.vllm.arguments import check_quantization, check_user_arguments
 from lockstep.errors import InputError, one_line
+from lockstep.files import read_settings
 from lockstep.model_files import build_empty
 from lockstep.safe_text import without_secrets
 
@@ -60,9 +62,9 @@ def check_accelerator(given: Any) -> None:
     if given is None or isinstance(given, AcceleratorConfig):
         return
     with _sentence("accelerator_config", given):
-        if isinstance(given, str) and given.startswith("{"):
-            given = json.loads(given)
-        AcceleratorConfig.from_json_file(given) if isinstance(given, str) else AcceleratorConfig(**given)
+        if isinstance(given, str):
+            given = json.loads(given if given.startswith("{") else read_settings(Path(given)))
+        AcceleratorConfig(**given)
 
 
 def check_adapter(peft_config: Any) -> None:
@@ -256,14 +258,16 @@ def check_schedule(config: OnlineConfig) -> None:
         raise InputError(
             f"lr_scheduler_type={name} takes no lr_scheduler_kwargs, and there are {given}; leave them out"
         )
+    if 0 < config.max_steps < warmup and config.process_index == 0:
+        _logger.warning(
+            f"warmup_steps={warmup} is more than max_steps={config.max_steps}: learning_rate is never reached"
+        )
     if name in BY_METRIC and warmup and config.process_index == 0:
         _logger.warning(f"lr_scheduler_type={name} has no warm-up, so that warmup_steps has no effect")
 
 
 def _reduced(name: str, given: Any) -> list[float]:
-    """Rates, as shares of the first one, of a schedule by metric whose metric stays as it is: at once, and without
-    patience.
-    """
+    """Rates of a schedule by metric whose metric stays as it is, as shares of the first: at once, without patience."""
     found = []
     for patience in ({}, {"patience": 0}):
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)

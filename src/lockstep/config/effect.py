@@ -171,7 +171,8 @@ def set_fields(given: Any) -> list[str]:
         if field.default_factory is not dataclasses.MISSING:
             usual = field.default_factory()
         value = getattr(given, field.name, usual)
-        if field.init and value not in (None, [], {}, "") and value_of(value) != value_of(usual):
+        is_usual = value in (None, [], {}, "", usual) or value_of(value) == value_of(usual)
+        if field.init and not is_usual:
             found.append(field.name)
     return found
 

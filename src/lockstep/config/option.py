@@ -101,7 +101,9 @@ class Bounds(NamedTuple):
 
 SEED = Bounds(0, 2**32 - 1)
 SHARE = Bounds(0, 1, above=True)
-SECONDS = Bounds(0, above=True)
+# Seconds: four months. A wait of some hundred times as many is more than Python's clocks can count.
+LONGEST_WAIT = 10**7
+SECONDS = Bounds(0, LONGEST_WAIT, above=True)
 COUNT = Bounds(1)
 PORT = Bounds(1, 65535)
 CONTEXT = Bounds(2)

@@ -10,12 +10,14 @@ import functools
 import inspect
 from typing import Any
 
-from lockstep.config.option import COUNT, SEED, About, Bookkeeping, Bounds, about
+from lockstep.config.option import COUNT, LONGEST_WAIT, SEED, About, Bookkeeping, Bounds, about
 
 _SAMPLED = "an evaluation samples with the engine, in the engine's dtype and batches"
 _NO_OUTPUTS = "an evaluation samples, and gathers no outputs of the model"
 _IN_MEMORY = "prompts are token ids in memory before training begins"
 _UNWRAPPED = "the model is not wrapped by DistributedDataParallel"
+
+_COMPILED = "a compiled forward has not been compared with the engine"
 
 _BY_CALLER = "what is called says it"
 
@@ -89,7 +91,9 @@ INHERITED: dict[str, About] = {
     "hub_revision": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
     "hub_always_push": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
     "hub_token": about(group="saving", only_with="hub"),
-    "ddp_timeout": about(bounds=COUNT, bookkeeping=Bookkeeping.WAITING, only_with="processes"),
+    "ddp_timeout": about(
+        bounds=Bounds(1, LONGEST_WAIT), bookkeeping=Bookkeeping.WAITING, only_with="processes"
+    ),
     # TrainingArguments had it until transformers 5.
     "logging_dir": about(bookkeeping=Bookkeeping.PLACE),
     "trackio_bucket_id": about(bookkeeping=Bookkeeping.PLACE, only_with="trackio"),
@@ -111,7 +115,7 @@ INHERITED: dict[str, About] = {
     "fsdp": about(bookkeeping=Bookkeeping.MEMORY, also=("bool", "list")),
     "fsdp_config": about(bookkeeping=Bookkeeping.MEMORY, only_with="fsdp"),
     "use_cpu": about(bookkeeping=Bookkeeping.DEVICE),
-    "accelerator_config": about(bookkeeping=Bookkeeping.OBJECT),
+    "accelerator_config": about(bookkeeping=Bookkeeping.OBJECT, also=("AcceleratorConfig",)),
     "fp16": about(
         only=(
             False,
@@ -133,7 +137,9 @@ INHERITED: dict[str, About] = {
         )
     ),
     "parallelism_config": about(only=(None, "use FSDP2 or DeepSpeed (docs/guides/sharding.md)")),
-    "torch_compile": about(only=(False, "a compiled forward has not been compared with the engine")),
+    "torch_compile": about(only=(False, _COMPILED)),
+    "torch_compile_backend": about(only=(None, _COMPILED)),
+    "torch_compile_mode": about(only=(None, _COMPILED)),
     "label_smoothing_factor": about(only=(0.0, "it has no meaning for these losses")),
     "neftune_noise_alpha": about(only=(None, "the engine has no such noise")),
     "train_sampling_strategy": about(only=("random", "use shuffle_dataset")),
@@ -163,6 +169,7 @@ INHERITED: dict[str, About] = {
     "dataloader_multiprocessing_context": about(no_effect=(None, _IN_MEMORY)),
     "dataloader_in_order": about(no_effect=(True, _IN_MEMORY)),
     "length_column_name": about(no_effect=("length", "prompts are not sorted by their lengths")),
+    "local_rank": about(no_effect=(-1, "the launcher says it (LOCAL_RANK)")),
     "do_train": about(no_effect=(False, _BY_CALLER)),
     "do_predict": about(no_effect=(False, _BY_CALLER)),
     "ddp_backend": about(only_with="processes"),
