@@ -4497,6 +4497,18 @@ MUTATIONS = [
         "tests/engines/test_transformers_engine.py::test_the_engine_of_a_run_on_the_cpu_leaves_a_gpu_to_others",
     ),
     Mutation(
+        "weights with other names in the files than in the model are left out when a run goes on",
+        "            elif not load_renamed(model or self.model, folder):\n",
+        "            else:\n",
+        "tests/run/test_checkpoints_of_families.py::test_a_run_that_was_stopped_goes_on_to_the_same_bits",
+    ),
+    Mutation(
+        "weights with other names in the files than in the model are left out of the best model",
+        "        if not load_renamed(self.model, Path(self.state.best_model_checkpoint)):\n            super()",
+        "        super()",
+        "tests/run/test_checkpoints_of_families.py::test_the_best_checkpoint_is_in_the_model_at_the_end",
+    ),
+    Mutation(
         "prompts: the same order is due in every pass",
         "manual_seed(seed + turn)",
         "manual_seed(seed)",

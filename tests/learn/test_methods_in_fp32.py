@@ -72,10 +72,6 @@ def test_whatever_is_drawn_loss_and_gradients_are_within_1e_5_of_the_padded_refe
 
     def near(drawn: dict[str, Any], kind: str) -> None:
         shape = fit(variant, drawn) | {"anew": True}
-        if variant.fields.get("loss_type") == "vespo":
-            # Where policies differ as much as elsewhere, φ makes ten times as much of the rounding of a completion's
-            # weight.
-            shape["spread"] = 0.4
         run = config(variant.config, shape, **variant.fields)
         check(SUBJECTS[kind], variant.objective(run), shape, variant.reference(run))
 

@@ -64,6 +64,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kinds = [*threads._OF_MAIN_THREAD, *threads._SHARED]
     before = [kind.read() for kind in kinds]
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
+    # A shell starts what runs in its background with SIGINT ignored, and then the function would change nothing.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for kind, value in zip(kinds, before, strict=True):
         if kind.put_back is not None:

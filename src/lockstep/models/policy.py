@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -223,6 +223,38 @@ def _refuse_codes(path: str) -> None:
                     f"model {path}: {name} is stored as {about['dtype']}, a quantised weight; training needs full "
                     "precision"
                 )
+
+
+def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
+    """Load saved weights into a model if their files name or split tensors differently than the model does.
+
+    transformers writes the weights of some families (experts, vision-language models) under the names of their
+    published checkpoints. `transformers.Trainer` leaves out, silently, what has another name than in the model.
+
+    Returns:
+        Whether the weights were loaded. False: the names are the model's own, or there is no safetensors file.
+
+    Raises:
+        InputError: the files lack a tensor of the model, or hold one that does not belong to it.
+        OSError, ValueError, ...: the files cannot be read.
+    """
+    files = sorted(folder.glob("model*.safetensors"))
+    if not isinstance(model, PreTrainedModel) or not files:
+        return False
+    own = model.state_dict().keys()
+    if all(name in own for file in files for name in _names_in(file)):
+        return False
+    dtype = max((p.dtype for p in model.parameters()), key=lambda dtype: dtype.itemsize)
+    kwargs = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    saved, report = load_files(type(model), str(folder), **kwargs)
+    refuse_incomplete(f"checkpoint {folder}", report)
+    model.load_state_dict(saved.state_dict())
+    return True
+
+
+def _names_in(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
 
 
 def check_init_kwargs(model_init_kwargs: Mapping[str, Any]) -> None:

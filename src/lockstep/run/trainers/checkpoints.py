@@ -21,7 +21,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from lockstep.errors import InputError, LockstepError, writing
 from lockstep.files import replacing
 from lockstep.models.adapters import is_adapted, write_base
-from lockstep.models.policy import BAD_FILES, first_line
+from lockstep.models.policy import BAD_FILES, first_line, load_renamed
 from lockstep.progress import busy
 from lockstep.rollouts.ranks import Ranks
 from lockstep.run.files import checkpoints
@@ -204,7 +204,8 @@ class WholeCheckpoints(Trainer):
     def _load_best_model(self) -> None:
         if self.ranks.passes is not None:
             raise InputError("load_best_model_at_end is not supported with FSDP yet; leave it out")
-        super()._load_best_model()
+        if not load_renamed(self.model, Path(self.state.best_model_checkpoint)):
+            super()._load_best_model()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self.ranks.passes is not None:
@@ -282,7 +283,7 @@ class WholeCheckpoints(Trainer):
         with whole(folder, "the weights"):
             if is_sharded:
                 read_weights(folder / SHARDS, self._named())
-            else:
+            elif not load_renamed(model or self.model, folder):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
         with whole(folder, "the method's state"):
             self._method_state.load(folder)
