@@ -1,5 +1,4 @@
-"""The faults of `scripts/mutations.py`: each one breaks one place of the source, and names the tests that must then
-fail.
+"""The faults of `scripts/mutations.py`: each breaks one place of the source, and names the tests that must fail.
 
 A case has a text whose exact form matters. If the line changes, the case must change. The text must stand exactly
 once in `src/lockstep`, or in the function that the case names. No case names a file of the source: a file can move.
@@ -525,7 +524,7 @@ MUTATIONS = [
     Mutation("a call comes twice", "and self._calls[nonce].take(int(call)) else None", "else None", GREETING),
     Mutation(
         "the body of a call is not compared",
-        "if body is not None and body_mark(body) == mark:",
+        "if body is not None and calls.body_mark(body) == mark:",
         "if body is not None:",
         GREETING,
     ),
@@ -611,8 +610,8 @@ MUTATIONS = [
     ),
     Mutation(
         "environments get the server's key",
-        "        if name != KEY_VARIABLE\n",
-        "",
+        "for name, value in whole.items() if name != KEY_VARIABLE",
+        "for name, value in whole.items()",
         "tests/server/test_child_environment.py",
     ),
     Mutation(
@@ -2243,6 +2242,38 @@ MUTATIONS = [
         "                    pass",
         CALLED,
     ),
+    Mutation(
+        "what a rollout_func changed stays",
+        '            with process_as_before("rollout_func"):',
+        "            if True:",
+        "'tests/rollouts/test_process_as_before.py::"
+        "test_what_a_function_changes_of_the_process_is_put_back_and_said_once[rollout_func-working directory]'",
+    ),
+    Mutation(
+        "what an agent changed stays",
+        '            with folder_as_before(f"agent {self.name}", self.timeout):',
+        "            if True:",
+        "tests/rollouts/test_process_as_before.py::test_an_agent_leaves_folder_and_locale",
+    ),
+    Mutation(
+        "fields that leave no token, before a model is loaded",
+        "        _check_leaves_tokens(path, guarded, args)",
+        "        pass",
+        "tests/contract/test_support.py",
+    ),
+    Mutation(
+        "a place without a token, in the draw of completions",
+        "                if not len(left):",
+        "                if not len(left) and ids:",
+        "tests/contract/test_support.py",
+    ),
+    Mutation(
+        "an engine that finds no token to sample",
+        "        if logprobs.isnan().any():",
+        "        if False:",
+        "'tests/contract/test_filters.py::test_an_engine_says_which_settings_leave_no_token_and_answers_again"
+        "[transformers-allowed_token_ids and min_tokens]'",
+    ),
     Mutation("what a function changed stays", "        kind.put_back(before)", "        pass", CALLED),
     Mutation(
         "an endless call that the run waits for",
@@ -2462,8 +2493,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the page shows the mean of a single step beside the limit",
-        "judged = judged_means(steps, figure)",
-        "judged = judged_means([], figure)",
+        "judged = run_record.judged_means(steps, figure)",
+        "judged = run_record.judged_means([], figure)",
         PAGE,
     ),
     Mutation(
@@ -3376,7 +3407,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a coroutine that sets a signal is told of another cause",
-        "    if is_coroutine_function(function):\n        return (",
+        "    if threads.is_coroutine_function(function):\n        return (",
         "    if False:\n        return (",
         "tests/rollouts/test_rewards.py::test_where_math_verify_cannot_set_its_time_limit_the_setting_is_named",
     ),
@@ -3771,8 +3802,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a section of DeepSpeed that nobody knows is taken",
-        "odd = [name for name in found if name not in known]",
-        "odd = [name for name in found if not name]",
+        "return [prefix + name for name in section if name not in known]",
+        "return [prefix + name for name in section if not name]",
         ZERO_SETTINGS,
     ),
     Mutation(
@@ -3909,8 +3940,8 @@ MUTATIONS = [
     ),
     Mutation(
         "self-test: a proof that stops because of the fault before has not caught the next one",
-        "    if errors:\n        raise LockstepError(",
-        "    if False:\n        raise LockstepError(",
+        '    if errors:\n        found = f"the engine cannot be restored',
+        '    if False:\n        found = f"the engine cannot be restored',
         "tests/faults/test_injected_faults.py::test_what_a_fault_leaves_is_not_taken_for_the_catch_of_the_next_one",
     ),
     Mutation(
@@ -3982,8 +4013,8 @@ MUTATIONS = [
     ),
     Mutation(
         "texts: the step of a run is no markup",
-        '            line["step"],\n',
-        '            Html(line["step"]),\n',
+        'is_open, line["step"], failed',
+        'is_open, Html(line["step"]), failed',
         "tests/report/test_page.py::test_the_step_of_a_strangers_run_is_no_markup",
     ),
     Mutation(

@@ -42,21 +42,11 @@ class InputError(LockstepError, ValueError):
 
 
 def check_extra(what: str, extra: str, *modules: str) -> None:
-    """Refuse what needs the packages of an extra, where they are not installed. Imports none of them.
-
-    Args:
-        what: what the user has asked for.
-        extra: the extra of pyproject.toml that brings the packages.
-        modules: the modules that the packages bring.
-
-    Raises:
-        InputError: a module cannot be found. The message has the command that installs it.
-    """
+    """Refuse what a user has asked for where the modules of an extra of pyproject.toml are missing. Imports none."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
-        raise InputError(
-            f"{what}: {' and '.join(missing)} cannot be imported here; run pip install 'lockstep-rl[{extra}]'"
-        )
+        found = f"{' and '.join(missing)} cannot be imported here"
+        raise InputError(f"{what}: {found}; run pip install 'lockstep-rl[{extra}]'")
 
 
 class Interrupted(LockstepError):
@@ -128,11 +118,7 @@ class ProofError(LockstepError):
 
 @contextmanager
 def names_path(path: PathLike[str]) -> Iterator[None]:
-    """Within the block, an OSError that names no file names this one. A write to a full disk, for example, names none.
-
-    Raises:
-        OSError: the error, with the path.
-    """
+    """Within the block, an OSError that names no file, such as that of a write to a full disk, names this one."""
     try:
         yield
     except OSError as error:
@@ -146,15 +132,8 @@ def writing(what: str, folder: PathLike[str], otherwise: Callable[[], str] = str
     """Within the block, libraries write files. Whatever they raise if they cannot is one error, of one line.
 
     Python's files, safetensors, tokenizers and torch raise four different kinds when a disk is full: tokenizers a
-    bare `Exception`, torch a `RuntimeError` that names no file.
-
-    Args:
-        what: what is written.
-        folder: the directory that it is written to. It need not exist.
-        otherwise: returns what else the reader should know, as a part of a sentence; empty: nothing.
-
-    Raises:
-        LockstepError: the files cannot be written, usually because the disk is full.
+    bare `Exception`, torch a `RuntimeError` that names no file. `otherwise` returns what else the reader should know,
+    as a part of a sentence. The folder need not exist.
     """
     from safetensors import SafetensorError
 
@@ -168,10 +147,9 @@ def writing(what: str, folder: PathLike[str], otherwise: Callable[[], str] = str
             raise
         place = next(place for place in (Path(folder), *Path(folder).absolute().parents) if place.exists())
         free = shutil.disk_usage(place).free / 2**30
-        why = one_line(error)
-        more = "".join(f"; {text}" for text in [otherwise()] if text)
+        why = "; ".join(filter(None, [one_line(error), otherwise()]))
         raise LockstepError(
-            f"{what} could not be written ({free:.1f} GiB free in {folder}): {why}{more}"
+            f"{what} could not be written ({free:.1f} GiB free in {folder}): {why}"
         ) from error
 
 
@@ -182,19 +160,14 @@ _PACKAGES = ("site-packages/", "dist-packages/")
 
 @contextmanager
 def foreign_errors(what: str, kind: type[LockstepError] = LockstepError) -> Iterator[None]:
-    """Within the block, an engine or a library works.
-
-    Whatever it raises becomes one line with its type, its text and its place.
+    """Within the block, whatever an engine or a library raises becomes one line: its type, its text and its place.
 
     It may also stand above a function as its decorator. The library's own error, with its traceback, is the new
-    error's cause.
+    error's cause. Errors of Lockstep go on unchanged.
 
     Args:
         what: what has failed then, as the beginning of a sentence: "vLLM cannot load MODEL".
         kind: the error that is raised; `InputError` if the user can correct it.
-
-    Raises:
-        LockstepError: the block raised an error of another kind. Errors of Lockstep go on unchanged.
     """
     try:
         yield

@@ -1,6 +1,4 @@
-"""A command ends when its work is done: it frees no memory piece by piece, and all that programs have registered
-still runs.
-"""
+"""A command ends when its work is done: it frees no memory in pieces, and what programs registered still runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The fields of the command line without torch: they equal the fields of the classes, and early answers import
-nothing heavy.
-"""
+"""The fields of the command line without torch equal those of the classes, and early answers import nothing heavy."""
 
 from __future__ import annotations
 

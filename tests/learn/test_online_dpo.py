@@ -1,6 +1,4 @@
-"""Online DPO's own settings: rewards or a judge, the penalty for a missing end, one beta per epoch, and the mean over
-pairs.
-"""
+"""Online DPO's own settings: rewards or a judge, the penalty for a missing end, beta per epoch, mean over pairs."""
 
 from __future__ import annotations
 

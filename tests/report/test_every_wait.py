@@ -1,6 +1,4 @@
-"""Every wait in the source says what it waits for (`progress.py`), or stands in this table with the reason why it
-need not.
-"""
+"""Every wait in the source says what it waits for (`progress.py`), or stands in this table with a reason."""
 
 from __future__ import annotations
 

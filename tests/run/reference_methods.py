@@ -1,5 +1,4 @@
-"""A plain second version of every method: whole logits of padded rows, loops over groups and tokens, no
-`lockstep.algorithms`.
+"""A plain second version of every method: whole logits of padded rows, loops over groups and tokens.
 
 The formulas are those of the papers, with TRL's constants if TRL has the method and OpenRLHF's otherwise. Each
 function takes a whole generation and returns the loss of one of its optimizer steps.
@@ -56,9 +55,7 @@ class Padded:
 
 
 def padded(model: PreTrainedModel, sequences: Sequence[TrainingSequence], temperature: float) -> Padded:
-    """One row per branch, whole logits, of which those before sampled tokens count; then the tokens of each rollout
-    as one row.
-    """
+    """One row per branch, whole logits, counted before sampled tokens; then each rollout's tokens as one row."""
     branches = [(i, branch) for i, s in enumerate(sequences) for branch in branches_of(s)]
     rows = [torch.from_numpy(np.concatenate([s.prompt_ids, s.completion_ids])) for _, s in branches]
     width, longest = max(map(len, rows)), max(len(sampled_places(s)) for s in sequences)
@@ -162,9 +159,7 @@ def second_score(reward: float | None) -> float | None:
 
 
 def by_function(drawn: Drawn, weights: Sequence[float]) -> list[float]:
-    """GDPO's advantages: scores are normalised per function and group and summed; the sums are normalised over the
-    generation.
-    """
+    """GDPO's advantages: scores are normalised per function and group, summed, and normalised over the generation."""
     totals: list[float | None] = []
     for group in drawn.rewards:
         columns = [group, [second_score(r) for r in group]]

@@ -1,6 +1,4 @@
-"""The models that learn in the comparisons of `drawn.py`: small, with every kind of attention, in double and single
-precision.
-"""
+"""The models that learn in the comparisons of `drawn.py`: small, with every kind of attention, in two precisions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A field that is declared in one place is in help, refusals, the described fields, the page, the docstring and the
-identity.
-"""
+"""A field declared in one place is in help, refusals, described fields, page, docstring and identity."""
 
 from __future__ import annotations
 

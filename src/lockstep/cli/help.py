@@ -1,5 +1,4 @@
-"""The fields of a command without torch: their names, types and help, config files, recipes, and the parser of light
-commands.
+"""The fields of a command without torch: names, types and help, config files, recipes, the parser of light commands.
 
 The fields of a command, read without importing torch. Checks their names and types, and makes the text of `--help`.
 

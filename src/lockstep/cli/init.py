@@ -1,6 +1,4 @@
-"""`lockstep init FOLDER`: writes a commented config and a reward file that run at once, and that a user then
-changes.
-"""
+"""`lockstep init FOLDER`: writes a commented config and a reward file, which run at once and wait to be changed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`lockstep merge ADAPTER FOLDER`: writes the base model with an adapter's matrices added, which any program can
-load.
-"""
+"""`lockstep merge ADAPTER FOLDER`: writes the base model with an adapter's matrices added. Any program can load it."""
 
 from __future__ import annotations
 

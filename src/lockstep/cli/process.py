@@ -82,8 +82,7 @@ def split_in_two() -> None:
 
 @contextmanager
 def run_to_its_end() -> Iterator[None]:
-    """Wraps a training run: a SystemExit inside the run becomes an error, and the parent sees an early end of the
-    process.
+    """Wraps a training run: a SystemExit inside it becomes an error, and the parent sees an early end of the process.
 
     Raises:
         LockstepError: code inside the run raised SystemExit.
@@ -240,8 +239,7 @@ def kernel_setting() -> str:
 
 
 def with_tunables(given: Mapping[str, str], setting: str) -> dict[str, str] | None:
-    """An environment that asks for huge pages and kept memory, as far as the user has not decided; None if nothing is
-    asked for.
+    """An environment that asks for huge pages and kept memory where the user has not decided; None: for nothing.
 
     Huge pages are not asked for if the kernel gives them to all or to none.
 

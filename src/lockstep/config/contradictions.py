@@ -267,9 +267,7 @@ def check_schedule(config: OnlineConfig) -> None:
 
 
 def _reduced(name: str, given: Any) -> list[float]:
-    """Rates, as shares of the first one, of a schedule by metric whose metric stays as it is: at once, and without
-    patience.
-    """
+    """Rates of a schedule by metric whose metric stays as it is, as shares of the first: at once, without patience."""
     found = []
     for patience in ({}, {"patience": 0}):
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)

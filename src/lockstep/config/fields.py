@@ -1,5 +1,4 @@
-"""Fields by subject, one class each: servers, vLLM in this process, images, tools, agents, logs, and what TRL has
-beside them.
+"""Fields by subject, one class each: servers, vLLM in this process, images, tools, agents, logs, and TRL's others.
 
 `OnlineConfig` inherits all of them. `run/engine.py` connects to the servers of `ServerFields`. The names of the
 fields about vLLM's devices and memory are TRL's.
@@ -30,7 +29,7 @@ from lockstep.config.option import (
 )
 from lockstep.config.table import with_key
 from lockstep.engines.servers.calls import check_urls, server_urls, urls_of_file
-from lockstep.engines.vllm.port.engine import SleepLevel
+from lockstep.engines.vllm.arguments import SleepLevel
 from lockstep.errors import InputError
 from lockstep.images.prompts import PictureLimits
 from lockstep.images.urls import ImageUrls
@@ -126,8 +125,10 @@ class ServerFields:
 
     @property
     def generation_timeout(self) -> float:
-        """Seconds that the engine may take for one request, and that it waits for a request. With TRL's default of
-        `vllm_server_timeout`, which is meant for a server's start, long completions on a CPU would be cut off."""
+        """Seconds that the engine may take for one request, and that it waits for a request.
+
+        With TRL's default, which is meant for a server's start, long completions on a CPU would be cut off.
+        """
         return 2.5 * self.vllm_server_timeout
 
     @property
@@ -369,9 +370,7 @@ class AgentFields:
 
 @dataclass
 class LogFields:
-    """Fields of `OnlineConfig` about logs, and about rollouts that are printed, sent to trackers, shown in the
-    report, or kept.
-    """
+    """Fields of `OnlineConfig` about logs, and about rollouts that are printed, tracked, shown in a report or kept."""
 
     logging_steps: float = option(
         10,

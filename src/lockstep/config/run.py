@@ -1,15 +1,8 @@
-"""The fields of all online methods, and of methods that sample groups.
+"""The fields of all online methods (`OnlineConfig`), and of methods that sample groups (`GroupConfig`).
 
-Fields shared by all online methods: `transformers.TrainingArguments` and additional fields with TRL's names.
-
-A method's own config extends them; methods that sample groups extend `GroupConfig`. Fields of TRL that Lockstep does
-not support are refused in `__post_init__`. No field is ignored.
-
-Fields of methods that sample groups: number of completions, sizes of a generation, clipping, and the reference model.
-
-`GroupConfig` extends `OnlineConfig`. The configs of GRPO, RLOO, REINFORCE++ and PPO extend it.
-
-Defaults depend on the machine: its fast dtype, and the number of positions that it computes well in one forward.
+They are those of `transformers.TrainingArguments` and additional fields with TRL's names. A method's own config
+extends them. Fields of TRL that Lockstep does not support are refused in `__post_init__`. No field is ignored. Some
+defaults depend on the machine (`devices.py`).
 """
 
 from __future__ import annotations
@@ -59,6 +52,7 @@ from lockstep.config.launcher import (
 from lockstep.config.option import CONTEXT, COUNT, SECONDS, SHARE, Bookkeeping, Bounds, option, value_of
 from lockstep.config.sampling import FilterFields, InterruptionFields
 from lockstep.config.table import with_key
+from lockstep.devices import has_fast_bf16
 from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, check_adapters, usual_sequences
 from lockstep.engines.vllm.start import vllm_installed
 from lockstep.errors import InputError, one_line
@@ -68,28 +62,6 @@ from lockstep.models.policy import check_init_kwargs
 from lockstep.safe_text import masked, without_secrets
 from lockstep.shards.settings import Sharding, switched_on, take_settings
 from lockstep.tokens.chat import NAME_IN_TEMPLATES, TemplateClock
-
-
-def has_fast_bf16() -> bool:
-    """Whether bf16 is faster than fp32 on this machine.
-
-    On a CPU without AMX or AVX-512 BF16 (or Arm's BF16) it is slower: oneDNN emulates it, at a fifth of fp32's speed
-    on an AVX2 machine (19 against 105 GFLOP/s on two cores of an EPYC 7003).
-    """
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities()
-    return any(bool(capabilities.get(name)) for name in ("amx_bf16", "avx512_bf16", "bf16"))
-
-
-def usual_token_budgets() -> tuple[int, int]:
-    """Positions of one forward that fill this machine's kernels and fit into usual memory (docs/internals/training.md).
-
-    Returns:
-        The number for a forward, and the number for a forward with all completions of one prompt. On a CPU the second
-        is larger, because a CPU has more memory for its speed than a GPU.
-    """
-    return (4096, 4096) if torch.cuda.is_available() else (2048, 5120)
 
 
 def engine_dtype(name: str) -> torch.dtype:
@@ -522,9 +494,7 @@ class OnlineConfig(
 
     @property
     def single_update(self) -> bool:
-        """Whether each generation is used for exactly one optimizer step, so that the policy does not change while it
-        is used.
-        """
+        """Whether each generation serves exactly one optimizer step, so that the policy does not change in between."""
         return self.optimizer_steps_per_generation == 1
 
     @property

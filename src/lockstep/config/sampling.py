@@ -24,12 +24,16 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.config.checks import check_bounds
 from lockstep.config.option import COUNT, Bounds, option
 from lockstep.contract.sampling import (
+    GRAMMAR_FIELDS,
     LARGEST_TEMPERATURE,
     SMALLEST_TEMPERATURE,
     Grammar,
+    GrammarCompiler,
+    GrammarKind,
     Sampling,
     check_grammar,
 )
+from lockstep.contract.support import Bans
 from lockstep.errors import InputError
 from lockstep.rollouts.programs.interruptions import Interruption
 
@@ -38,13 +42,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-# The field of each kind of grammar.
-_GRAMMARS = {
-    "vllm_structured_outputs_regex": "regex",
-    "structured_outputs_json": "json",
-    "structured_outputs_choice": "choice",
-    "structured_outputs_grammar": "grammar",
-}
 # What each field of `Sampling` is made of the config's field of the same name. The keys of a JSON mapping are texts.
 _MADE: dict[str, Callable[[Any], Any]] = {
     "top_p": float,
@@ -279,17 +276,17 @@ class FilterFields:
         return found | ({"top_k": 1} if self.is_greedy else {}) | {"grammar": self._grammar()}
 
     @property
-    def _grammar_fields(self) -> list[str]:
-        return [name for name in _GRAMMARS if getattr(self, name) is not None]
+    def _grammar_fields(self) -> dict[GrammarKind, str]:
+        return {kind: name for kind, name in GRAMMAR_FIELDS.items() if getattr(self, name) is not None}
 
     def _grammar(self) -> Grammar | None:
         given = self._grammar_fields
         if len(given) > 1:
-            raise InputError(f"{' and '.join(given)}: a completion can follow one of them only")
-        for name in given:
+            raise InputError(f"{' and '.join(given.values())}: a completion can follow one of them only")
+        for kind, name in given.items():
             value = getattr(self, name)
             try:
-                return Grammar(_GRAMMARS[name], value if isinstance(value, str) else json.dumps(value))  # type: ignore[arg-type]
+                return Grammar(kind, value if isinstance(value, str) else json.dumps(value))
             except (InputError, TypeError, ValueError) as error:
                 raise InputError(f"{name}={value!r:.80}: {error}") from error
         return None
@@ -404,6 +401,30 @@ def check_end_of_thinking(config: OnlineConfig, tokenizer: PreTrainedTokenizerBa
             f"end_of_thinking={config.end_of_thinking!r} is {len(found.end_ids)} tokens of this tokenizer; a "
             "completion that writes it with other tokens counts as still thinking"
         )
+    if found is not None and not set(found.end_ids) <= set(config.allowed_token_ids or found.end_ids):
+        _logger.warning(
+            f"allowed_token_ids lacks end_of_thinking={config.end_of_thinking!r}: no completion ends its thinking, "
+            "and every long one is interrupted (max_thinking_length)"
+        )
+
+
+def check_leaves_tokens(
+    config: OnlineConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int, end_ids: Sequence[int]
+) -> None:
+    """Check what is banned against the model's vocabulary, and that a token is left to sample.
+
+    Args:
+        vocabulary: number of logits of the model.
+        end_ids: the ids that end a completion.
+
+    Raises:
+        InputError: a field names a token that the model does not have, or fields together leave no token.
+    """
+    sampling, ends = sampling_of(config, tokenizer, end_ids), tuple(end_ids)
+    sampling.check_vocabulary(vocabulary)
+    Bans(sampling, vocabulary, ends, tokenizer.decode).check(
+        lambda: GrammarCompiler(tokenizer, vocabulary, ends)
+    )
 
 
 def sampling_of(

@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     import xgrammar
 
 GrammarKind = Literal["regex", "json", "choice", "grammar"]
+# The field of a run for each kind.
+GRAMMAR_FIELDS: dict[GrammarKind, str] = {
+    "regex": "vllm_structured_outputs_regex",
+    "json": "structured_outputs_json",
+    "choice": "structured_outputs_choice",
+    "grammar": "structured_outputs_grammar",
+}
 
 # vLLM 0.32.0 silently raises a lower temperature to the first value, and refuses a temperature above the second value.
 SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE = 0.01, 2.0

@@ -1,6 +1,4 @@
-"""Loads the data that a config names: built-in problems, reasoning-gym, a file, a saved `datasets` directory, or a
-hub id.
-"""
+"""Loads the data that a config names: problems that are made, files, a saved `datasets` directory, or a hub id."""
 
 from __future__ import annotations
 
@@ -19,7 +17,15 @@ from lockstep.errors import InputError
 from lockstep.private_caches import expanded
 from lockstep.tasks import MADE
 from lockstep.tasks.builtin import arithmetic, calculator, dots, reasoning_gym_problems
-from lockstep.tasks.files import broken_line, column_types, data_files, opened, read_csv, reader_of
+from lockstep.tasks.files import (
+    broken_line,
+    check_split,
+    column_types,
+    data_files,
+    opened,
+    read_csv,
+    reader_of,
+)
 from lockstep.tasks.rewards import Reward, exact_match
 
 
@@ -80,9 +86,9 @@ def load_data(
         return TaskData(_limited(train, train_size), _limited(tested, eval_size))
     if eval_size == 0:
         return TaskData(_limited(train, train_size), None)
-    if eval_size >= len(train):
+    if (count := len(train)) <= eval_size:
         raise InputError(
-            f"{name} has {len(train)} rows; {eval_size} cannot be held out for evaluation (eval_size)"
+            f"{name} has {count} rows; {eval_size} cannot be held out for evaluation (eval_size)"
         )
     parts = train.train_test_split(test_size=eval_size, seed=seed)
     return TaskData(_limited(parts["train"], train_size), parts["test"])
@@ -110,7 +116,7 @@ def _load_split(name: str, subset: str | None, split: str, types: Sequence[str])
     if "::" in name and path.exists():
         # `datasets` reads the part before it alone: another file, or none.
         raise InputError(
-            f"{path}: the data cannot be read from a path with '::' in it; rename that file or folder"
+            f"{path}: data cannot be read from a path with '::' in it; rename that file or folder"
         )
     files = data_files(name, split)
     try:
@@ -120,7 +126,7 @@ def _load_split(name: str, subset: str | None, split: str, types: Sequence[str])
             saved = load_from_disk(str(path))
             if isinstance(saved, DatasetDict):
                 return saved[split]
-            _no_split(name, split)
+            check_split(name, split)
             return saved
         return load_dataset(name, subset, split=split)
     except InputError:
@@ -144,9 +150,8 @@ def _read_files(files: Sequence[Path], types: Sequence[str]) -> Dataset:
             raise
     else:
         # In Parquet, dates are written as such.
-        if reader != "json" or not any(
-            "timestamp" in str(field.type) for field in found.features.arrow_schema
-        ):
+        types = [str(field.type) for field in found.features.arrow_schema]
+        if reader != "json" or not any("timestamp" in kind for kind in types):
             return found
     # JSON has no dates. `datasets` has made some from texts that look like one.
     return Dataset.from_list([row for file in files for row in _json_rows(file)])
@@ -168,14 +173,6 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _no_split(name: str, split: str) -> None:
-    """Refuse a split name for data without splits: it would silently give the same rows again."""
-    if split != "train":
-        raise InputError(
-            f"{name} has no split {split!r}, only one set of rows; hold some out with eval_size instead"
-        )
 
 
 def _limited(data: Dataset, rows: int) -> Dataset:

@@ -10,7 +10,7 @@ import ast
 import difflib
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig
@@ -36,6 +36,9 @@ MODEL_IMPLEMENTATIONS = ("vllm", "auto", "transformers")
 
 # vLLM's names of the schemes in which an engine may hold the weights in 8 bits (`vllm_quantization`).
 QUANTIZATIONS = tuple(HELD_FORMS)
+
+# 0: an engine never sleeps. 1: it keeps its weights in main memory. 2: it discards them.
+SleepLevel = Literal[0, 1, 2]
 
 # Engine arguments that change tokens or log-probs and that no proof reads back.
 REFUSED = frozenset(

@@ -1,6 +1,4 @@
-"""`lockstep verify`: runs the proofs on the user's model, engine and settings; runs their self-test; explains
-receipts.
-"""
+"""`lockstep verify`: runs the proofs on the user's model, engine and settings; their self-test; explains receipts."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,45 +24,25 @@ if TYPE_CHECKING:
     from lockstep.extras.verify.stage import Stage
 
 
+_option = partial(option, group="verify", common=True)
+
+
 @dataclass
 class VerifyArguments(AdaptedRunArguments):
     """The arguments of `lockstep verify`."""
 
-    model: str | None = option(
-        None, "Name, directory or hub id; as model_name_or_path.", group="verify", common=True
-    )
-    engine: str | None = option(
-        None, "vllm, transformers, or server. Default: as training would choose.", group="verify", common=True
-    )
-    dtype: str | None = option(
-        None,
-        "float32 or bfloat16 on both sides. Default: as training would choose.",
-        group="verify",
-        common=True,
-    )
-    json: str | None = option(
-        None, "File to write the table to, with every layer's figure.", group="verify", common=True
-    )
-    self_test: bool = option(
-        False, "Inject the known faults and show which proof catches each.", group="verify", common=True
-    )
-    receipt: str | None = option(
-        None, "Re-check the chain of a receipt file, and stop.", group="verify", common=True
-    )
-    explain: str | None = option(
-        None, "Read a run directory's receipt and say where its gap comes from.", group="verify", common=True
-    )
-    plain_prompts: bool = option(
-        False, "Verify with text instead of chat messages.", group="verify", common=True
-    )
+    model: str | None = _option(None, "Name, directory or hub id; as model_name_or_path.")
+    engine: str | None = _option(None, "vllm, transformers, or server. Default: as training would choose.")
+    dtype: str | None = _option(None, "float32 or bfloat16 on both sides. Default: as training would choose.")
+    json: str | None = _option(None, "File to write the table to, with every layer's figure.")
+    self_test: bool = _option(False, "Inject the known faults and show which proof catches each.")
+    receipt: str | None = _option(None, "Re-check the chain of a receipt file, and stop.")
+    explain: str | None = _option(None, "Read a run directory's receipt and say where its gap comes from.")
+    plain_prompts: bool = _option(False, "Verify with text instead of chat messages.")
 
 
 def run(words: list[str]) -> int:
-    """Run the command. Returns 0 if every proof passes (in the self-test: if every fault is caught), else 1.
-
-    Raises:
-        InputError: the proofs could not be run.
-    """
+    """Run the command. Returns 0 if every proof passes (in the self-test: if every fault is caught), else 1."""
     # These sizes come last, so they win over the user's words. They only decide how long the command takes.
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
     given = read([*_with_dtype(words), *sizes], "verify")
@@ -134,18 +113,9 @@ def _verify(
 ) -> int:
     from lockstep.extras.fp8.quantised_faults import QUANTISED_FAULTS
     from lockstep.extras.lora_alone.adapter_faults import ADAPTER_FAULTS
+    from lockstep.extras.selftest import self_test
     from lockstep.extras.selftest.picture_faults import PICTURE_FAULTS
-    from lockstep.extras.selftest.self_test import (
-        FAULTS,
-        WAYS,
-        Verdict,
-        faults_of_runs,
-        print_verdicts,
-        rows_kept,
-        run_in_runs,
-        run_self_test,
-        write_verdicts,
-    )
+    from lockstep.extras.selftest.self_test import FAULTS, WAYS, Verdict, rows_kept, run_self_test
     from lockstep.extras.verify.rows import Row, print_rows, write_json
     from lockstep.extras.verify.run_checks import CHECKS, PICTURE_CHECKS, failed_row, recover, run_checks
     from lockstep.extras.verify.stage import open_stage
@@ -155,14 +125,11 @@ def _verify(
     name = arguments.model or arguments.model_name_or_path
     assert name is not None
     config.use_vllm = _use_vllm(arguments.engine, config)
+    injects = "the self-test injects faults into"
     if arguments.self_test and config.vllm_mode == "server":
-        raise InputError(
-            "the self-test injects faults into an engine in this process; run it with --engine vllm"
-        )
+        raise InputError(f"{injects} an engine in this process; run it with --engine vllm")
     if arguments.self_test and config.vllm_tensor_parallel_size > 1:
-        raise InputError(
-            "the self-test injects faults into a model in this process; leave vllm_tensor_parallel_size out"
-        )
+        raise InputError(f"{injects} a model in this process; leave vllm_tensor_parallel_size out")
     resolve_model(name)
     console = Terminal()
     rows: list[Row] = []
@@ -171,20 +138,19 @@ def _verify(
     def keep(found: Iterable[Verdict]) -> None:
         for verdict in found:
             verdicts.append(verdict)
-            write_verdicts(verdicts, arguments.json, ended=False)
+            self_test.write_verdicts(verdicts, arguments.json, ended=False)
 
     special = len(PICTURE_FAULTS) + len(ADAPTER_FAULTS) + len(QUANTISED_FAULTS)
-    injected = 1 + len(FAULTS) + special + len(WAYS) * (1 + len(faults_of_runs()))
+    injected = 1 + len(FAULTS) + special + len(WAYS) * (1 + len(self_test.faults_of_runs()))
     steps = 1 + (injected if arguments.self_test else len(CHECKS) + len(PICTURE_CHECKS))
+    opened = partial(open_stage, name, dataset=_prompts(arguments), plain=arguments.plain_prompts)
     with _progress(steps) as progress, ExitStack() as stack:
         progress("loading both sides")
         try:
             # First, because its prompts are the longest, and the engine gets room for them.
             seeing = _picture_stage(arguments, config_with({}), stack)
             engine = None if seeing is None else seeing.engine
-            with open_stage(
-                name, config, _prompts(arguments), plain=arguments.plain_prompts, engine=engine
-            ) as stage:
+            with opened(config, engine=engine) as stage:
                 settings = {"model": stage.trainer.model_path, "engine": stage.engine.settings()}
                 if arguments.self_test:
                     keep(run_self_test(stage, progress))
@@ -197,17 +163,11 @@ def _verify(
                     def open_with(changes: Mapping[str, int | float]) -> AbstractContextManager[Stage]:
                         other = config_with(changes)
                         other.use_vllm = config.use_vllm
-                        return open_stage(
-                            name,
-                            other,
-                            _prompts(arguments),
-                            plain=arguments.plain_prompts,
-                            engine=stage.engine,
-                        )
+                        return opened(other, engine=stage.engine)
 
                     for way in WAYS:
                         with rows_kept(verdicts, way.name):
-                            keep(run_in_runs(open_with, way, progress))
+                            keep(self_test.run_in_runs(open_with, way, progress))
                 else:
                     rows = run_checks(stage, progress)
                     if seeing is not None:
@@ -227,7 +187,7 @@ def _verify(
             # Trainer and engine could not start together. This error is the only row of the report.
             rows, settings = [failed_row("start", error)], {"model": name}
     if verdicts:
-        return print_verdicts(verdicts, console, arguments.json)
+        return self_test.print_verdicts(verdicts, console, arguments.json)
     print_rows(rows, console)
     if arguments.json:
         write_json(Path(arguments.json), rows, settings)
@@ -235,12 +195,7 @@ def _verify(
 
 
 def _picture_stage(arguments: VerifyArguments, config: Any, stack: ExitStack) -> Stage | None:
-    """A stage whose prompts show pictures, open until the end of `stack`; None: the model reads none, or cannot be
-    shown any.
-
-    Raises:
-        ProofError: the handshake, the first push or the canary fails.
-    """
+    """A stage whose prompts show pictures, open until the end of `stack`; None: the model cannot be shown any."""
     from transformers import AutoConfig
 
     from lockstep.extras.verify.stage import open_stage
@@ -266,11 +221,7 @@ def _picture_stage(arguments: VerifyArguments, config: Any, stack: ExitStack) ->
 
 @contextmanager
 def adapter_stage(name: str, arguments: VerifyArguments, config: Any) -> Iterator[Stage | None]:
-    """A stage whose engine gets an adapter alone; None: the model cannot have one.
-
-    Raises:
-        ProofError: the handshake, the first push or the canary fails.
-    """
+    """A stage whose engine gets an adapter alone; None: the model cannot have one."""
     import peft
     import torch
 
@@ -278,20 +229,15 @@ def adapter_stage(name: str, arguments: VerifyArguments, config: Any) -> Iterato
 
     config.use_vllm, config.vllm_enable_lora = True, True
     if torch.cuda.is_available() and config.engine_torch_dtype == torch.float32:
-        complain(
-            "lockstep: adapters alone: the engine computes in bfloat16, because vLLM has them in half "
-            "precision on a GPU"
-        )
+        why = "because vLLM has them in half precision on a GPU"
+        complain(f"lockstep: adapters alone: the engine computes in bfloat16, {why}")
         config.engine_dtype = "bfloat16"
     # With a new adapter's B of zeros, no fault would have an effect.
     adapter = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+    prompts, plain = _prompts(arguments), arguments.plain_prompts
     with ExitStack() as opened:
         try:
-            stage = opened.enter_context(
-                open_stage(
-                    name, config, _prompts(arguments), plain=arguments.plain_prompts, peft_config=adapter
-                )
-            )
+            stage = opened.enter_context(open_stage(name, config, prompts, plain=plain, peft_config=adapter))
         except InputError as error:
             complain(f"lockstep: adapters are not verified: {error}")
             yield None

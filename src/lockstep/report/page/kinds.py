@@ -65,13 +65,7 @@ def mapping(
     given: Mapping[str, Kind] | None = None,
     others: Callable[[str], Kind] = lambda name: anything,
 ) -> Kind:
-    """A mapping with texts as keys.
-
-    Args:
-        needed: the values that it must have.
-        given: values that it may have.
-        others: the kind of every other value, by its name.
-    """
+    """A mapping from texts to values: those that it must have, those that it may have, and others by their names."""
     needed, given = needed or {}, given or {}
 
     def found(value: Any) -> str | None:
@@ -101,9 +95,8 @@ def _content(value: Any) -> str | None:
 
 
 _CALL = mapping(given={"function": mapping()})
-messages = list_of(
-    mapping(given={"role": a_text, "content": _content, "tool_calls": or_none(list_of(_CALL))})
-)
+_MESSAGE = {"role": a_text, "content": _content, "tool_calls": or_none(list_of(_CALL))}
+messages = list_of(mapping(given=_MESSAGE))
 
 
 def a_prompt(value: Any) -> str | None:
@@ -112,21 +105,14 @@ def a_prompt(value: Any) -> str | None:
 
 
 class Reader:
-    """Reads JSON files, and keeps what it has left out.
-
-    Attributes:
-        left_out: one sentence's part per file: what, and why.
-    """
+    """Reads JSON files, and keeps what it has left out."""
 
     def __init__(self) -> None:
+        # A part of a sentence per file: what, and why.
         self.left_out: list[str] = []
 
     def read(self, path: Path, kind: Kind, clean: Callable[[Any], Any] = lambda value: value) -> Any:
-        """The content of a file; None if there is no file, or if it is left out.
-
-        Args:
-            clean: what is returned of a content that fits.
-        """
+        """What `clean` makes of a file's content; None if there is no file, or if it is left out."""
         try:
             content = path.read_bytes()
         except FileNotFoundError:
@@ -142,10 +128,7 @@ class Reader:
     def read_lines(
         self, path: Path, kind: Kind, clean: Callable[[Any], Any] = lambda value: value
     ) -> list[Any]:
-        """The entries of a `.jsonl` file; an empty list if there is no file.
-
-        A last line that a kill cut short is left out without a word.
-        """
+        """The entries of a `.jsonl` file, if there is one. A last line that a kill cut short is left out silently."""
         try:
             lines = path.read_bytes().split(b"\n")
         except FileNotFoundError:

@@ -128,6 +128,7 @@ def load_prompts(
     ids_of: IdsOf | None = None,
     images: ImagePrompts | None = None,
     add_special_tokens: bool = True,
+    limit: tuple[str, int] | None = None,
 ) -> list[Prompt]:
     """Every row as a prompt, named `<name>/<row>`.
 
@@ -136,6 +137,7 @@ def load_prompts(
         ids_of: makes the ids of a row's prompt, for example with tools; None: they are the prompt's alone.
         images: reads the prompts and their pictures; None: there are no pictures.
         add_special_tokens: whether prompts that are text get the tokenizer's special tokens.
+        limit: the field that bounds a completion, and its value, for the error about a prompt that is too long.
 
     Raises:
         InputError: a prompt cannot be tokenized, or is too long, or a picture cannot be read. The message names the
@@ -171,9 +173,12 @@ def load_prompts(
         except InputError as error:
             raise InputError(f"prompt {prompt_id}: {error}") from error
         if len(ids) > max_prompt_length:
+            beside, otherwise = "max_completion_length", ""
+            if limit is not None:
+                beside, otherwise = f"{limit[0]}={limit[1]}", f", or lower {limit[0]}"
             raise InputError(
                 f"prompt {prompt_id} has {len(ids)} tokens; there is room for {max_prompt_length} beside "
-                "max_completion_length: shorten or drop the row"
+                f"{beside}: shorten or drop the row{otherwise}"
             )
         columns = {k: v for k, v in row.items() if k != "prompt"}
         prompts.append(Prompt(prompt_id, ids, source, columns, pictures))
@@ -206,8 +211,8 @@ def read_prompts(
             embedding, or two ranks have different prompts.
     """
     room, arguments = longest - config.completion_limit, config.template_arguments
+    field = "max_new_tokens" if hasattr(config, "max_new_tokens") else "max_completion_length"
     if room < 1:
-        field = "max_new_tokens" if hasattr(config, "max_new_tokens") else "max_completion_length"
         raise InputError(
             f"completions of up to {config.completion_limit} tokens leave no room for a prompt: prompt and completion "
             f"may have {longest} together (the model's context, or the limit that the config sets); lower {field}"
@@ -225,6 +230,7 @@ def read_prompts(
                 ids_of=ids_of,
                 images=images,
                 add_special_tokens=config.add_special_tokens,
+                limit=(field, config.completion_limit),
             )
         for prompt in (p for prompts in found.values() for p in prompts):
             check_embedded(prompt.ids, vocabulary, f"prompt {prompt.prompt_id}")
@@ -269,9 +275,7 @@ def _tell_guarded(prompts: Sequence[Prompt], template: Template | None) -> None:
 
 
 def tell_added(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Warn of prompts that are text and begin with two begin tokens, or end with an end token that their text has
-    not.
-    """
+    """Warn of text prompts that begin with two begin tokens, or end with an end token that their text has not."""
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     written = str(tokenizer.eos_token or "")
     texts = [p for p in prompts if isinstance(p.source, str)]
@@ -403,9 +407,7 @@ def check_dispatch(train: Any, evaluation: Any, config: OnlineConfig) -> None:
 
 
 def read_sets(given: Any) -> Any:
-    """What the user gave as `eval_dataset`, with streams read to their end: a dataset, a mapping of datasets by name,
-    or None.
-    """
+    """What the user gave as `eval_dataset`, with streams read to their end: a dataset, datasets by name, or None."""
     if isinstance(given, Mapping):
         return {name: read_sets(data) for name, data in given.items()}
     given = as_rows(given)
@@ -601,17 +603,13 @@ class PromptOrder:
 
 
 class GenerationBatches:
-    """Batch sampler: the same prompts for every micro-step of a generation, then the next generation's.
+    """Batch sampler: the same prompts for each of the `parts` micro-steps of a generation, then the next generation's.
 
     An epoch has as many generations as the whole dataset fills, even if prompts are left out. It ends early if too few
     prompts are left.
     """
 
     def __init__(self, order: PromptOrder, parts: int) -> None:
-        """
-        Args:
-            parts: micro-steps per generation.
-        """
         self._order, self._parts, self._epoch = order, parts, 0
 
     def set_epoch(self, epoch: int) -> None:

@@ -28,6 +28,7 @@ from lockstep.errors import InputError
 from lockstep.files import free_name, replace_text
 from lockstep.report.page.run_record import AFTER, END, REPORT, SETTINGS, SUMMARY
 from lockstep.rollouts.ranks import Ranks
+from lockstep.run.files import identity
 from lockstep.run.files.checkpoints import (
     check_checkpoint,
     checkpoint_step,
@@ -37,15 +38,6 @@ from lockstep.run.files.checkpoints import (
     last_checkpoint,
     restore_metrics,
     set_damaged_aside,
-)
-from lockstep.run.files.identity import (
-    changed_fields,
-    curve_settings,
-    device_advice,
-    follows_length,
-    is_bookkeeping,
-    longer,
-    memory_advice,
 )
 from lockstep.safe_text import without_secrets
 from lockstep.tokens.chat import TemplateClock
@@ -192,9 +184,9 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
     clear_places(folder)
     if checkpoint is not None:
         earlier = _settings_in(folder, checkpoint)
-        if changed := changed_fields(earlier, settings):
+        if changed := identity.changed_fields(earlier, settings):
             what = ", ".join(f"{k} was {earlier.get(k)!r}, is {settings.get(k)!r}" for k in changed[:5])
-            advice = memory_advice(changed) + device_advice(changed, earlier)
+            advice = identity.memory_advice(changed) + identity.device_advice(changed, earlier)
             raise InputError(
                 f"{folder} holds an interrupted run with other settings ({what}). {advice}Give another "
                 "output_dir, or delete it"
@@ -243,14 +235,14 @@ def _is_extended(folder: Path, settings: dict[str, Any]) -> bool:
         earlier = _settings_in(folder, checkpoint)
     except (OSError, InputError):
         return False
-    return not changed_fields(earlier, settings) and bool(longer(earlier, settings))
+    return not identity.changed_fields(earlier, settings) and bool(identity.longer(earlier, settings))
 
 
 def _lengthen(folder: Path, earlier: dict[str, Any], settings: dict[str, Any], step: int) -> None:
     """Rename the files that the run wrote at its earlier end, and print what changes with the new length."""
-    for name in longer(earlier, settings):
+    for name in identity.longer(earlier, settings):
         _logger.info(f"the run in {folder} goes on: {name} was {earlier[name]}, is {settings[name]}")
-        if follows_length(settings):
+        if identity.follows_length(settings):
             _logger.info(
                 f"its learning rate ({settings.get('lr_scheduler_type')}) follows the new length from step "
                 f"{step + 1} on; the steps before were taken with the old one"
@@ -296,7 +288,7 @@ def about_run(
         engine: settings that the engine reports.
         rows, data: number of prompts, and digest, of each part of the data.
     """
-    settings = curve_settings(config)
+    settings = identity.curve_settings(config)
     return {
         "name": without_secrets(config.run_name or ""),
         "method": method,
@@ -309,7 +301,7 @@ def about_run(
         "chosen": [
             f.name
             for f in fields(config)
-            if not is_bookkeeping(f.name) and _is_chosen(f, getattr(config, f.name))
+            if not identity.is_bookkeeping(f.name) and _is_chosen(f, getattr(config, f.name))
         ],
         "versions": versions(),
         "machine": {
