@@ -4100,7 +4100,7 @@ MUTATIONS = [
         "a text that is no choice is taken from Python",
         "and value not in choices:",
         "and False:",
-        "tests/input/test_bad_python.py::test_a_text_that_is_no_choice_is_refused",
+        "tests/input/test_bad_python.py::test_a_text_that_cannot_be_used_is_refused",
     ),
     Mutation(
         "an optimizer that cannot be made is refused before a model is loaded",

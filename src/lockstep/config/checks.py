@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+# Bytes of a name in a folder, on every usual file system.
+_LONGEST_NAME = 255
 _ANY = Bounds().usual
 # Fractions of a field that says nothing else.
 _COMMON = (-1e6, 1e6)
@@ -69,6 +71,10 @@ def check_fields(config: Any, *, again: bool = False) -> None:
         _check_text(field.name, getattr(config, field.name, None))
         for value in numbers_of(getattr(config, field.name, None)):
             check_number(kinds, field.name, value, quiet=again)
+    if any(len(part.encode()) > _LONGEST_NAME for part in str(config.output_dir or "").split("/")):
+        raise InputError(
+            f"output_dir={config.output_dir!r:.80}: a name in it has more than {_LONGEST_NAME} bytes"
+        )
     for name in config._VALID_DICT_FIELDS:
         _check_mapping(name, getattr(config, name, None))
     check_trackers(config.report_to)
