@@ -224,7 +224,7 @@ class FilterFields:
             raise InputError(f'logit_bias={self.logit_bias!r}; it must be a mapping, such as {{"42": -1.5}}')
         sampling = Sampling(limit, **self.filter_values())
         if sampling.grammar is not None:
-            (name,) = self._grammar_fields
+            (name,) = self._grammar_fields.values()
             try:
                 check_grammar(sampling.grammar)
             except InputError as error:
@@ -258,7 +258,9 @@ class FilterFields:
         values = self.filter_values()
         names = Sampling(max(values["min_tokens"], 1), **values).counting_fields
         # The field of a grammar says its kind.
-        named = [field for name in names for field in (self._grammar_fields if name == "grammar" else [name])]
+        named = [
+            f for name in names for f in (self._grammar_fields.values() if name == "grammar" else [name])
+        ]
         return [*named, *(["bad_words"] if self.bad_words else [])]
 
     def filter_values(self) -> dict[str, Any]:
