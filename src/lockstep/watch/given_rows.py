@@ -59,7 +59,10 @@ class GivenRows:
         tools_of: Callable[[Mapping[str, Any]], list[dict[str, Any]]] | None = None,
         messages_of: Callable[[Mapping[str, Any], Any], list[dict[str, Any]]] | None = None,
     ) -> None:
-        self._rows = rows.select_columns([c for c in _READ if c in rows.column_names])
+        # A user's transform may need other columns, and may give another row every time.
+        self._is_transformed = rows.format["type"] == "custom"
+        own = [name for name in _READ if name in rows.column_names]
+        self._rows = rows if self._is_transformed else rows.select_columns(own)
         self._tokenizer, self._config, self._shuffled = tokenizer, config, shuffled
         self._tools_of, self._messages_of = tools_of, messages_of
         # Digests of the ids of the rows that were due before.
@@ -123,6 +126,8 @@ class GivenRows:
             due = [with_picture_ids(ids, shown.placeholder, shown.pictures) for ids in due]
         if any(ids.tolist() == prompt.ids.tolist() for ids in due):
             return True
+        if self._is_transformed:
+            return False
         if not due or (isinstance(given, list) and self._has_control_text(given)):
             return self._text_of(prompt.ids) in map(self._text_of, due)
         raise _wrong(f"{prompt.prompt_id} {self._difference(prompt.ids, due[0])}")
@@ -132,7 +137,9 @@ class GivenRows:
         row = self._rows[int(prompt.prompt_id.rpartition("/")[2])]
         tools = self._tools_of(row) if self._tools_of is not None else []
         if self._messages_of is None or isinstance(row["prompt"], str):
-            return with_joined_text(row["prompt"]), tools
+            own = row["prompt"]
+            # In NumPy's format, messages are an array.
+            return with_joined_text(own.tolist() if hasattr(own, "tolist") else own), tools
         return self._messages_of({**prompt.columns, "prompt": prompt.source}, prompt.pictures), tools
 
     def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Ids | None:
