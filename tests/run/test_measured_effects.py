@@ -633,14 +633,11 @@ def test_every_field_is_measured_or_shown_elsewhere() -> None:
         name
         for kind in CONFIGS
         for name, said in options_of(kind).items()
-        if not (said.keys() & {"only", "no_effect"} and kind is GRPOConfig) and name not in NEVER
+        # Fields with one value, and those of no effect, say so.
+        if not said.keys() & {"only", "no_effect"}
     }
     assert not ROWS.keys() & ELSEWHERE.keys()
     assert ROWS.keys() | ELSEWHERE.keys() == fields
-
-
-# Fields with one value, or of no effect.
-NEVER = {name for name, said in options_of(GRPOConfig).items() if said.keys() & {"only", "no_effect"}}
 
 
 @pytest.mark.parametrize("place", sorted({place for _, place in ELSEWHERE.values()}))
