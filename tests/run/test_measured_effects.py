@@ -28,6 +28,7 @@ from model_families import save_family
 from tokenizers.processors import TemplateProcessing
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
+from transformers.utils.logging import get_verbosity
 
 from lockstep import GRPOConfig, OnlineDPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
 from lockstep.config.table import options_of
@@ -372,7 +373,7 @@ ROWS: dict[str, Row] = {
     "run_name": Row("one", "two", where="more", look=title),
     "logging_strategy": Row("steps", "no"),
     "logging_first_step": Row(True, False, {"logging_steps": 5}),
-    "log_level": Row("info", "error", where="printed"),
+    "log_level": Row("info", "error", where="more", look=lambda run: get_verbosity()),
     "output_dir": Row("one", "two", where="files"),
     "save_steps": Row(1, 2, SAVED, "files"),
     "save_total_limit": Row(1, None, SAVED, "files"),
