@@ -191,10 +191,10 @@ def told(error: Exception) -> str:
     return f"{type(error).__name__}: {text} ({file}:{place.lineno}, {place.line or place.name})"
 
 
-def quoted(error: BaseException) -> str:
+def quoted(error: BaseException, most: int = _QUOTED) -> str:
     """The text of an error of a user's code in one line, as far as a reader needs it. The error itself is the cause."""
     text = one_line(error)
-    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]} … ({len(text):,} characters in all)"
+    return text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters in all)"
 
 
 def one_line(error: BaseException) -> str:

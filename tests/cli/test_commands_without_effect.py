@@ -33,7 +33,7 @@ def said(command: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> 
         ["--save-steps", "3"],
         ["--save_strategy=no"],
         ["--max_steps", "9"],
-        ["--warmup_steps", "2", "--eval_steps", "3"],
+        ["--eval_delay", "2", "--eval_steps", "3"],
     ],
     ids=str,
 )

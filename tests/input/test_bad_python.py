@@ -196,7 +196,7 @@ ARGUMENTS = [
     Row(
         "a reward that is a language model",
         {"reward_funcs": other},
-        "outputs|sequence classifier|tokenizer|reward",
+        "outputs|sequence classifier|tokenizer|reward|no model directory",
     ),
     Row("tokenizers of another number", {"reward_processing_classes": [None, None]}, "2 entries for 1"),
     Row("callbacks that are not a list", {"callbacks": 3}, "callbacks"),
@@ -428,7 +428,7 @@ def test_a_trainer_that_is_closed_trains_no_more(make: Callable[..., GRPOTrainer
         ("vllm_importance_sampling_mode", "token_truncat", "did you mean 'token_truncate'"),
         ("lr_scheduler_type", "diagonal", "The choices are: linear"),
         ("eval_strategy", "", "The choices are: no, steps, epoch"),
-        ("debug", "x", "DebugOption"),
+        ("debug", "x", "underflow_overflow"),
         ("output_dir", "a" * 300, "more than 255 bytes"),
     ],
 )

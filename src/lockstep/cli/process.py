@@ -34,6 +34,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import thread as executors
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -206,6 +207,10 @@ class EndAtOnce:
 
     def leave_threads(self) -> None:
         """Wait a little for threads that a user's functions have started: Python would wait for them for ever."""
+        # The threads of executors wait for work until they are told that there is none, as Python does at its end.
+        executors._shutdown = True
+        for queue in list(executors._threads_queues.values()):
+            queue.put(None)
         limit = time.monotonic() + _THREADS
         for thread in threading.enumerate():
             if not thread.daemon and thread is not threading.current_thread():

@@ -90,6 +90,7 @@ def check_types(config: Any) -> None:
     """
     kind: Any = type(config)
     entries = entry_kinds_of(kind)
+    described = options_of(kind)
     for name, kinds in kinds_of(kind).items():
         given = getattr(config, name, None)
         value = _of_python(given, kinds)
@@ -98,6 +99,8 @@ def check_types(config: Any) -> None:
         if value is not given:
             setattr(config, name, value)
         if not _is_of(value, kinds):
+            if only := described.get(name, {}).get("only"):
+                raise InputError(f"{name}={value!r:.80} is not supported, only {only[0]!r} is: {only[1]}")
             raise InputError(f"{name}={value!r:.80}; it must be {_said(kinds)}")
         if isinstance(value, str) and (choices := choices_of(kind).get(name, ())) and value not in choices:
             close = difflib.get_close_matches(value, choices, 1)

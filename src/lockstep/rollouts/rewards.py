@@ -535,8 +535,10 @@ def _raised(function: RewardFunction, error: BaseException, arguments: Mapping[s
     elif isinstance(error, TypeError):
         example = "def reward(completions, **kwargs)"
         advice = not_callable_by_name(function, arguments, "reward functions", example)
+    # The advice stands whole in a sentence of bounded length.
+    text = quoted(error, 100) if advice else quoted(error)
     return RewardRaised(
-        f"reward function {reward_name(function)} raised {type(error).__name__}: {quoted(error)}{advice}"
+        f"reward function {reward_name(function)} raised {type(error).__name__}: {text}{advice}"
     )
 
 

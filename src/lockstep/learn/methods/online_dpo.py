@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,8 +88,6 @@ class OnlineDPOConfig(OnlineConfig):
         self.beta = [float(b) for b in (self.beta if isinstance(self.beta, list | tuple) else [self.beta])]
         if not self.beta or min(self.beta) <= 0:
             raise InputError(f"beta={self.beta}; every beta must be above 0")
-        if self.loss_type not in get_args(PreferenceLossType):
-            raise InputError(f"loss_type={self.loss_type!r}; it must be sigmoid or ipo")
         if not 1 <= self.max_new_tokens < self.max_length:
             raise InputError(
                 f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in max_length={self.max_length}"
