@@ -145,9 +145,14 @@ def proofs_section(run: RunRecord) -> Html:
     rows = together(map(_row, measured_proofs(run)))
     tokens, steps = _counts(run.proven), len(run.proven)
     failed = {name.strip() for name in str(run.end.get("check", "")).split(",")} - {""}
-    row = "<tr><td><code>{}</code></td><td>{}</td><td>{}</td></tr>"
     others = [
-        html(row, name, what, _exact_mark(name, failed, steps)) for name, what in WITHOUT_FIGURE.items()
+        html(
+            "<tr><td><code>{}</code></td><td>{}</td><td>{}</td></tr>",
+            name,
+            what,
+            _exact_mark(name, failed, steps),
+        )
+        for name, what in WITHOUT_FIGURE.items()
     ]
     table = html(
         "<div class='wide'><table class='proofs'><tr><th>proof</th><th>compares</th><th>closest to its limit</th>"
