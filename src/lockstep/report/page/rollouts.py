@@ -194,8 +194,8 @@ def _advantage_color(advantage: float) -> int:
 def _cell(name: str, entry: Line, room: int) -> Html:
     rewards = entry["rewards"]
     pairs = list(zip(entry["completions"], rewards, strict=False))
-    said = "<div class='said'>{} {}</div>"
-    shown = together(html(said, score(r, rewards), _cut(text, room)) for text, r in pairs[:8])
+    form = "<div class='said'>{} {}</div>"
+    shown = together(html(form, score(r, rewards), _cut(text, room)) for text, r in pairs[:8])
     more = html("<small>and {} more</small>", len(pairs) - 8) if len(pairs) > 8 else NOTHING
     return html("<td data-name='{}'>{}{}</td>", name, shown, more)
 
