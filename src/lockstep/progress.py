@@ -314,7 +314,7 @@ def busy(text: str, detail: Callable[[], str] = str) -> Iterator[None]:
 
     `detail` returns the progress as text. Another thread calls it several times per second.
     """
-    watcher = _watchers[-1] if _watchers else None
+    watcher, text = _watchers[-1] if _watchers else None, " ".join(text.split())
     if watcher is None:
         with waiting(text, now=detail, verb=""):
             yield

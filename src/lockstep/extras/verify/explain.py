@@ -17,7 +17,7 @@ def explain_run(folder: Path) -> str:
     """A page of text about a run's receipt and metrics."""
     receipt = folder / RECEIPT
     if not receipt.is_file():
-        raise InputError(f"{folder} has no {RECEIPT}: is it the output directory of a run?")
+        raise InputError(f"explain: {folder} has no {RECEIPT}: is it the output directory of a run?")
     entries = read_receipt(receipt)
     starts = [e for e in entries if e.get("kind") == "start"]
     steps = [e for e in entries if e.get("kind") == "step"]

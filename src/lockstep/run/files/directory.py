@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from lockstep.config.run import OnlineConfig
 from lockstep.errors import InputError
-from lockstep.files import free_name, replace_text
+from lockstep.files import free_name, replace_text, what_is_at
 from lockstep.report.page.run_record import AFTER, END, REPORT, SETTINGS, SUMMARY
 from lockstep.rollouts.ranks import Ranks
 from lockstep.run.files import identity
@@ -331,7 +331,7 @@ def clock_of_run(config: OnlineConfig) -> TemplateClock:
     A receipt that cannot be read, or that an older Lockstep wrote, gives no time.
     """
     asked = config.resume_from_checkpoint
-    named = isinstance(asked, str | Path) and (Path(asked) / RECEIPT).is_file()
+    named = isinstance(asked, str | Path) and what_is_at(Path(asked) / RECEIPT) == "is a file"
     checkpoint = Path(str(asked)) if named else last_checkpoint(config.output_dir or ".")
     for receipt in () if checkpoint is None else (checkpoint / RECEIPT, checkpoint.parent / RECEIPT):
         if (moment := _recorded(receipt)) is not None:

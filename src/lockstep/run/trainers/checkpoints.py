@@ -19,7 +19,7 @@ from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
 from lockstep.errors import InputError, LockstepError, writing
-from lockstep.files import replacing
+from lockstep.files import replacing, what_is_at
 from lockstep.models.adapters import is_adapted, write_base
 from lockstep.models.policy import BAD_FILES, first_line, load_renamed
 from lockstep.progress import busy
@@ -338,7 +338,7 @@ def _named(asked: Any, output_dir: str | None) -> Path:
         raise InputError(
             f"resume_from_checkpoint is {asked!r:.80}; it must be True or the directory of a checkpoint"
         )
-    if not (Path(asked) / TRAINER_STATE).is_file():
+    if what_is_at(Path(asked) / TRAINER_STATE) != "is a file":
         raise InputError(f"resume_from_checkpoint: {asked} is not a checkpoint (it has no {TRAINER_STATE})")
     return Path(asked)
 
