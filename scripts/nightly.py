@@ -181,55 +181,9 @@ def _self_test(
     return Result(name, injected + errors, faults, seconds, failed, said)
 
 
-def gpu_runner(
-    seed: int, until: float, words: Sequence[object] = (PYTHON.parent / "lockstep",)
-) -> list[Result]:
-    """vLLM's second model runner on the pretend GPU: the tests of its server and of `verify`, and a whole self-test.
-
-    Args:
-        words: the command line before `verify`.
-    """
-    sys.path.insert(0, str(ROOT / "tests"))
-    from pretend_cuda.vllm.environment import environment
-
-    name, start = "vLLM for GPUs", time.monotonic()
-
-    def tests() -> Result:
-        pytest = [
-            PYTHON,
-            "-m",
-            "pytest",
-            "-m",
-            "release",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--junitxml",
-            report,
-        ]
-        code = run_program([*pytest, "tests/pretend_cuda/vllm/test_vllm_runs.py"], until, log)
-        found = counted(report) if report.exists() else Counter(failed=1)
-        if code or found["failed"]:
-            show_end(f"{name}, tests: exit code {code}", log)
-        said = "NOT ENDED in its time" if code is None else ""
-        failed = found["failed"] or int(bool(code))
-        return Result(f"{name}, tests", found["ran"], found["ran"], time.monotonic() - start, failed, said)
-
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(LANES) as pool:
-        log, report, model = (Path(folder) / part for part in ("log", "report.xml", "model"))
-        save = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); from pathlib import Path; import tiny; "
-        made = run_program([PYTHON, "-c", f"{save}tiny.save_model(Path({str(model)!r}))"], until, log)
-        if made != 0:
-            show_end(f"{name}: no model, exit code {made}", log)
-            return [Result(name, 0, 0, time.monotonic() - start, said="NO MODEL")]
-        beside = pool.submit(tests)
-        faults = _self_test(f"{name}, self-test", words, str(model), "float32", until, environment())
-        return [beside.result(), faults]
-
-
-def inputs(seed: int, until: float) -> list[Result]:
-    """Inputs of every field and command: each is taken, or refused in one sentence."""
-    start, file = time.monotonic(), "tests/input/test_every_input.py"
+def _tests_of(name: str, file: str, until: float, env: Mapping[str, str] = os.environ) -> Result:
+    """The release tests of one file."""
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         log, report = Path(folder) / "log", Path(folder) / "report.xml"
         pytest = [
@@ -244,13 +198,44 @@ def inputs(seed: int, until: float) -> list[Result]:
             "--junitxml",
             report,
         ]
-        code = run_program([*pytest, file], until, log, env={**os.environ, "LOCKSTEP_INPUT_SEED": str(seed)})
+        code = run_program([*pytest, file], until, log, env=env)
         found = counted(report) if report.exists() else Counter(failed=1)
         if code or found["failed"]:
-            show_end(f"inputs: exit code {code}", log)
+            show_end(f"{name}: exit code {code}", log)
     said = "NOT ENDED in its time" if code is None else ""
     failed = found["failed"] or int(bool(code))
-    return [Result("inputs", found["ran"], found["ran"], time.monotonic() - start, failed, said)]
+    return Result(name, found["ran"], found["ran"], time.monotonic() - start, failed, said)
+
+
+def gpu_runner(
+    seed: int, until: float, words: Sequence[object] = (PYTHON.parent / "lockstep",)
+) -> list[Result]:
+    """vLLM's second model runner on the pretend GPU: the tests of its server and of `verify`, and a whole self-test.
+
+    Args:
+        words: the command line before `verify`.
+    """
+    sys.path.insert(0, str(ROOT / "tests"))
+    from pretend_cuda.vllm.environment import environment
+
+    name, start = "vLLM for GPUs", time.monotonic()
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(LANES) as pool:
+        log, model = Path(folder) / "log", Path(folder) / "model"
+        save = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); from pathlib import Path; import tiny; "
+        made = run_program([PYTHON, "-c", f"{save}tiny.save_model(Path({str(model)!r}))"], until, log)
+        if made != 0:
+            show_end(f"{name}: no model, exit code {made}", log)
+            return [Result(name, 0, 0, time.monotonic() - start, said="NO MODEL")]
+        beside = pool.submit(_tests_of, f"{name}, tests", "tests/pretend_cuda/vllm/test_vllm_runs.py", until)
+        faults = _self_test(f"{name}, self-test", words, str(model), "float32", until, environment())
+        return [beside.result(), faults]
+
+
+def inputs(seed: int, until: float) -> list[Result]:
+    """Inputs of every field and command: each is taken, or refused in one sentence."""
+    env = {**os.environ, "LOCKSTEP_INPUT_SEED": str(seed)}
+    return [_tests_of("inputs", "tests/input/test_every_input.py", until, env)]
 
 
 def kill_sweep(seed: int, until: float, more: Sequence[str] = ("--most", "100000")) -> list[Result]:
