@@ -114,6 +114,9 @@ def with_joined_text(prompt: Any) -> Any:
     are left out, apart from a message's `content`: Arrow gives every message, call and part the keys of all others, and
     templates ask whether a key is there.
     """
+    if isinstance(prompt, np.ndarray) and prompt.dtype == object:
+        # In NumPy's format of `datasets`, messages are an array.
+        prompt = prompt.tolist()
     if not isinstance(prompt, list):
         return prompt
     return [_with_joined_text(message) if isinstance(message, dict) else message for message in prompt]

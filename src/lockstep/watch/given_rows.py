@@ -115,31 +115,32 @@ class GivenRows:
     def _is_its_row(self, prompt: Prompt) -> bool:
         """Whether a prompt has the ids, or at least the text, of its row; False: this cannot be said."""
         given, tools = self._given(prompt)
-        if isinstance(given, str):
-            special = self._config.add_special_tokens
-            due = [whole_numbers(self._tokenizer.encode(given, add_special_tokens=special))]
-        else:
-            # Some templates render nothing but parts.
-            both = (self._rendered(messages, tools) for messages in (given, [*map(_in_parts, given)]))
-            due = [ids for ids in both if ids is not None]
-        if (shown := prompt.pictures) is not None:
-            due = [with_picture_ids(ids, shown.placeholder, shown.pictures) for ids in due]
-        if any(ids.tolist() == prompt.ids.tolist() for ids in due):
-            return True
+        shown, due = prompt.pictures, []
+        # Some templates render nothing but parts: such rows differ in the first form.
+        for form in (given,) if isinstance(given, str) else (given, [*map(_in_parts, given)]):
+            ids = self._encoded(form) if isinstance(form, str) else self._rendered(form, tools)
+            if ids is None:
+                continue
+            if shown is not None:
+                ids = with_picture_ids(ids, shown.placeholder, shown.pictures)
+            if ids.tolist() == prompt.ids.tolist():
+                return True
+            due.append(ids)
         if self._is_transformed:
             return False
         if not due or (isinstance(given, list) and self._has_control_text(given)):
             return self._text_of(prompt.ids) in map(self._text_of, due)
         raise _wrong(f"{prompt.prompt_id} {self._difference(prompt.ids, due[0])}")
 
+    def _encoded(self, text: str) -> Ids:
+        return whole_numbers(self._tokenizer.encode(text, add_special_tokens=self._config.add_special_tokens))
+
     def _given(self, prompt: Prompt) -> tuple[str | list[dict[str, Any]], list[dict[str, Any]]]:
         """What the user gave as a prompt, and the tools that it shows."""
         row = self._rows[int(prompt.prompt_id.rpartition("/")[2])]
         tools = self._tools_of(row) if self._tools_of is not None else []
         if self._messages_of is None or isinstance(row["prompt"], str):
-            own = row["prompt"]
-            # In NumPy's format, messages are an array.
-            return with_joined_text(own.tolist() if hasattr(own, "tolist") else own), tools
+            return with_joined_text(row["prompt"]), tools
         return self._messages_of({**prompt.columns, "prompt": prompt.source}, prompt.pictures), tools
 
     def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Ids | None:

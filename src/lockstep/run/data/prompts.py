@@ -174,11 +174,7 @@ def load_prompts(
 
     for index, given in enumerate(_read(dataset, f"the {name} dataset")):
         prompt_id = f"{name}/{index}"
-        prompt = given["prompt"]
-        # In NumPy's format, messages are an array of objects.
-        source = with_joined_text(
-            prompt.tolist() if str(getattr(prompt, "dtype", "")) == "object" else prompt
-        )
+        source = with_joined_text(given["prompt"])
         row = {**given, "prompt": source}
         try:
             if images is not None:
