@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import shutil
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
@@ -189,6 +190,17 @@ def told(error: Exception) -> str:
     for folder in _PACKAGES:
         file = file.rpartition(folder)[2]
     return f"{type(error).__name__}: {text} ({file}:{place.lineno}, {place.line or place.name})"
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """A question that names the closest of the known names; empty if none is close."""
+    close = difflib.get_close_matches(given, list(known), 1)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
+def no_choice(given: str, choices: Sequence[str], what: str) -> str:
+    """The end of an error about a text that is none of the choices: the closest one, and all of them."""
+    return f"{did_you_mean(given, choices)} The {what} are: {', '.join(choices)}".strip()
 
 
 def quoted(error: BaseException, most: int = _QUOTED) -> str:

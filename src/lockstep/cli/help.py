@@ -17,7 +17,6 @@ The parser of the commands that have a few arguments and no fields: `serve`, `in
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import json
 import os
@@ -34,7 +33,7 @@ import lockstep
 from lockstep.config.checks import check_possible, numbers_of
 from lockstep.config.option import GROUPS, OTHERS, Bounds, refuse_other_value
 from lockstep.config.other_names import hint_of
-from lockstep.errors import InputError, one_line
+from lockstep.errors import InputError, did_you_mean, no_choice, one_line
 
 RECIPES = Path(lockstep.__file__).parent / "recipes"
 
@@ -52,9 +51,7 @@ def recipe_file(name: str) -> Path:
     """
     names = recipe_names()
     if name not in names:
-        close = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise InputError(f"no recipe {name!r}; {hint}The recipes are: {', '.join(names)}")
+        raise InputError(f"no recipe {name!r}; {no_choice(name, names, 'recipes')}")
     return RECIPES / f"{name}.yaml"
 
 
@@ -141,8 +138,7 @@ def check_names(names: list[str], fields: dict[str, Any], where: str) -> None:
     """
     for name in names:
         if name not in fields and not (name.startswith("no_") and name[3:] in fields):
-            close = difflib.get_close_matches(name, fields, 1)
-            hint = hint_of(name, fields) or (f"did you mean {close[0]!r}?" if close else "")
+            hint = hint_of(name, fields) or did_you_mean(name, fields)
             raise InputError(f"unknown field {name!r} in {where}" + (f"; {hint}" if hint else ""))
 
 
@@ -231,9 +227,7 @@ def _add(parser: Any, name: str, field: dict[str, Any], text: str, *, negation: 
 def _choice(choices: list[str], text: str) -> str:
     if text in choices:
         return text
-    close = difflib.get_close_matches(text, choices, 1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    raise argparse.ArgumentTypeError(f"invalid choice: {text!r}; {hint}The choices are: {', '.join(choices)}")
+    raise argparse.ArgumentTypeError(f"invalid choice: {text!r}; {no_choice(text, choices, 'choices')}")
 
 
 def _truth(text: str) -> bool:

@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 the run or a proof failed, 2 bad input, 130 interrupted (S
 
 from __future__ import annotations
 
-import difflib
 import errno
 import io
 import logging
@@ -18,7 +17,7 @@ from lockstep import extensions
 from lockstep.cli.help import asks_for_help, help_text, underscored
 from lockstep.cli.output import code_of, open_streams
 from lockstep.cli.process import EndAtOnce, split_in_two, start_anew_with_tunables
-from lockstep.errors import InputError, Interrupted, LockstepError, one_line, shortened
+from lockstep.errors import InputError, Interrupted, LockstepError, did_you_mean, one_line, shortened
 from lockstep.extensions import load
 from lockstep.safe_text import complain, say
 
@@ -196,10 +195,7 @@ def _no_command(word: str) -> str:
         return f"there is no command before {word}, as in lockstep grpo {word} …; there is: {', '.join(COMMANDS)}"
     if word in _OTHER_COMMANDS:
         return f"no command {word!r}; {_OTHER_COMMANDS[word]}"
-    close = difflib.get_close_matches(word, COMMANDS, 1)
-    return f"no command {word!r}; " + (
-        f"did you mean {close[0]!r}?" if close else f"there is: {', '.join(COMMANDS)}"
-    )
+    return f"no command {word!r}; {did_you_mean(word, COMMANDS) or 'there is: ' + ', '.join(COMMANDS)}"
 
 
 def _guarded(command: Callable[[], int]) -> int:

@@ -6,7 +6,6 @@ refused. A value that is only unusual is taken, and a line says so. Nothing here
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import logging
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 
 from lockstep.config.option import Bounds
 from lockstep.config.table import options_of
-from lockstep.errors import InputError
+from lockstep.errors import InputError, no_choice
 
 if TYPE_CHECKING:
     pass
@@ -103,11 +102,7 @@ def check_types(config: Any) -> None:
                 raise InputError(f"{name}={value!r:.80} is not supported, only {only[0]!r} is: {only[1]}")
             raise InputError(f"{name}={value!r:.80}; it must be {_said(kinds)}")
         if isinstance(value, str) and (choices := choices_of(kind).get(name, ())) and value not in choices:
-            close = difflib.get_close_matches(value, choices, 1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise InputError(
-                f"{name}={value!r:.80} is no choice; {hint}The choices are: {', '.join(choices)}"
-            )
+            raise InputError(f"{name}={value!r:.80} is no choice; {no_choice(value, choices, 'choices')}")
         for entry in value if isinstance(value, list | tuple) and name in entries else ():
             if not _is_of(entry, entries[name]):
                 raise InputError(f"{name}={value!r:.80}; each entry must be {_said(entries[name])}")

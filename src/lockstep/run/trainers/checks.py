@@ -87,7 +87,9 @@ def router_coefficient(model: PreTrainedModel, args: Any) -> float:
     return coefficient
 
 
-def kinds_of(datasets: Mapping[str, Any], rewards: Sequence[Any], *, makes_text: bool) -> dict[str, bool]:
+def kinds_of_data(
+    datasets: Mapping[str, Any], rewards: Sequence[Any], *, makes_text: bool
+) -> dict[str, bool]:
     """Whether a run has texts and conversations, and plain reward functions, as `Run` has it.
 
     Args:

@@ -79,7 +79,7 @@ from lockstep.run.trainers.checks import (
     check_torch,
     context_within,
     image_prompts,
-    kinds_of,
+    kinds_of_data,
     may_read_pictures,
     needs_plain_rows,
     parts_of_processor,
@@ -201,7 +201,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             reads_pictures=may_read_pictures(model),
             evaluates=eval_dataset is not None,
             starts_engine=engine is None,
-            **kinds_of(data.named, entries_of(reward_funcs), makes_text=makes_text),
+            **kinds_of_data(data.named, entries_of(reward_funcs), makes_text=makes_text),
         )
         say_without_effect(args, set_fields(args), given, owner=self.ranks.owner)
         self._given = {
