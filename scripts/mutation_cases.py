@@ -128,6 +128,7 @@ COMPARED_AHEAD = (
     f"{AHEAD}::test_completions_of_other_prompts_are_seen_although_no_later_step_has_fresh_tokens"
 )
 FROZEN = "tests/watch/step/test_frozen_weights.py"
+HOLDS = "tests/run/test_what_a_checkpoint_holds.py"
 REFERENCE_FAULTS = "tests/faults/test_reference_faults.py"
 SETTINGS = "tests/watch/test_user_settings.py"
 KEPT_SETS = "tests/watch/test_kept_sets.py"
@@ -1973,6 +1974,24 @@ MUTATIONS = [
         "_is_plain(value):\n                    found",
         "False:\n                    found",
         "tests/watch/test_forward_settings.py::test_a_setting_that_changes_outside_of_a_callback_stops_the_run_at_once",
+    ),
+    Mutation(
+        "checkpoint: the written files are believed",
+        "            check_written(Path(output_dir), memory",
+        "            _ = (Path(output_dir), memory",
+        f"{HOLDS}::test_a_checkpoint_of_other_weights_than_those_in_memory_gets_no_name",
+    ),
+    Mutation(
+        "checkpoint: the best one is believed",
+        "    if due != (step, found):",
+        "    if False:",
+        f"{HOLDS}::test_a_wrong_best_checkpoint_stops_the_run",
+    ),
+    Mutation(
+        "checkpoint: what load_best_model_at_end has loaded is believed",
+        "        if (best / DIGESTS).is_file():",
+        "        if False:",
+        f"{HOLDS}::test_a_wrong_best_checkpoint_stops_the_run",
     ),
     Mutation(
         "reference_outputs: the first generation of a start is believed",
@@ -4578,7 +4597,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights with other names in the files than in the model are left out of the best model",
-        "        if not load_renamed(self.model, Path(self.state.best_model_checkpoint)):\n            super()",
+        "        if not load_renamed(self.model, best):\n            super()",
         "        super()",
         "tests/run/test_checkpoints_of_families.py::test_the_best_checkpoint_is_in_the_model_at_the_end",
     ),
