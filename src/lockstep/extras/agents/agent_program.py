@@ -305,7 +305,7 @@ class AgentProgram:
         """Run the agent to its end, or until the engine fails."""
         prompt = conversation.prompt
         row = {"prompt": prompt.source, "seed": conversation.environment_seed, **prompt.columns}
-        if prompt.pictures is not None:
+        if prompt.pictures:
             row = await asyncio.to_thread(with_image_urls, row)
         run = self._agent.run(self._gateway.base_url(key), key, row)
         work: asyncio.Future[Any] = asyncio.ensure_future(run)

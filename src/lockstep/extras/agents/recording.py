@@ -378,9 +378,8 @@ def _earlier(
 def _continues(context: Ids, shown: PromptPictures | None, branch: Branch) -> bool:
     """Whether ids begin with those of a branch, and show its pictures there."""
     ids = branch.ids
-    digests = shown.digests_before(len(ids)) if shown is not None else ()
-    own = branch.pictures.digests if branch.pictures is not None else ()
-    return len(ids) <= len(context) and np.array_equal(context[: len(ids)], ids) and digests == own
+    same = shown.digests_before(len(ids)) == branch.pictures.digests
+    return len(ids) <= len(context) and np.array_equal(context[: len(ids)], ids) and same
 
 
 def _images_in(messages: Iterable[Message]) -> list[dict[str, Any]]:

@@ -70,7 +70,7 @@ def _engine_sees(stage: Stage, other: Callable[[PromptPictures, str], Pictures])
 
 
 def _another_rows(stage: Stage) -> Patch:
-    shown = {p.prompt_id: p.pictures.pictures for p in stage.prompts if p.pictures is not None}
+    shown = {p.prompt_id: p.pictures.pictures for p in stage.prompts if p.pictures}
     names = list(shown)
     following = dict(zip(names, [*names[1:], names[0]], strict=True))
     return _engine_sees(stage, lambda true, name: shown[following[name]])
@@ -113,7 +113,7 @@ def _expanded_twice(stage: Stage) -> Patch:
     """Placeholders are repeated again. The prompt keeps its length, so that it fits."""
 
     def twice(request: GenerationRequest) -> GenerationRequest:
-        if request.pictures is None:
+        if not request.pictures:
             return request
         repeats = np.where(request.prompt_ids == request.pictures.placeholder, 2, 1)
         ids = whole_numbers(np.repeat(request.prompt_ids, repeats)[: len(request.prompt_ids)])
@@ -139,7 +139,7 @@ def _in_one_dimension(stage: Stage) -> Patch:
 def _placeholder_sampled(stage: Stage) -> Patch:
     def sampled(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
         def changed(answer: Completion) -> Completion:
-            if answer.pictures is None:
+            if not answer.pictures:
                 return answer
             return replace(
                 answer, token_ids=whole_numbers([answer.pictures.placeholder, *answer.token_ids[1:]])
@@ -160,7 +160,7 @@ def _only_vllm(why: str) -> Callable[[Stage], str]:
 
 
 def _has_axes(stage: Stage) -> str:
-    known = [p.pictures.positions for p in stage.prompts if p.pictures is not None]
+    known = [p.pictures.positions for p in stage.prompts if p.pictures]
     return "" if known and known[0] is not None else "this model counts the parts of a picture as any text"
 
 

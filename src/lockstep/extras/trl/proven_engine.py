@@ -79,7 +79,7 @@ class ProvenEngine:
         return self.version
 
     def generate(
-        self, prompts: Mapping[RequestKey, tuple[Ids, PromptPictures | None]], sampling: Sampling
+        self, prompts: Mapping[RequestKey, tuple[Ids, PromptPictures]], sampling: Sampling
     ) -> dict[RequestKey, Completion]:
         """One completion per key. An engine that holds no weights, or lost them, gets them first.
 
@@ -123,7 +123,7 @@ class ProvenEngine:
 
 
 def requests_for(
-    prompts: Mapping[RequestKey, tuple[Ids, PromptPictures | None]],
+    prompts: Mapping[RequestKey, tuple[Ids, PromptPictures]],
     sampling: Sampling,
     version: int,
     seed: int,
@@ -149,6 +149,6 @@ def check_draws(answers: Iterable[Completion]) -> None:
     """
     by_prompt: dict[tuple[bytes, tuple[str, ...]], list[tuple[Completion]]] = {}
     for completion in answers:
-        shown = completion.pictures.digests if completion.pictures is not None else ()
-        by_prompt.setdefault((completion.prompt_ids.tobytes(), shown), []).append((completion,))
+        prompt = completion.prompt_ids.tobytes(), completion.pictures.digests
+        by_prompt.setdefault(prompt, []).append((completion,))
     check_samples(by_prompt.values())

@@ -295,8 +295,7 @@ def digest_of_prompts(prompts: Sequence[Prompt]) -> list[Any]:
     for prompt in prompts:
         name = prompt.prompt_id.encode()
         digest.update(b"%d %d " % (len(name), len(prompt.ids)) + name + prompt.ids.tobytes())
-        if prompt.pictures is not None:
-            digest.update("".join(prompt.pictures.digests).encode())
+        digest.update("".join(prompt.pictures.digests).encode())
     return [len(prompts), digest.hexdigest()]
 
 
