@@ -32,7 +32,7 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 from lockstep.engines import transformers_engine
 from lockstep.errors import InputError
 from lockstep.images import prompts
-from lockstep.images.pictures import model_inputs
+from lockstep.images.packs import model_inputs
 from lockstep.images.prompts import ImagePrompts
 from lockstep.run.trainers.methods import GRPOTrainer
 

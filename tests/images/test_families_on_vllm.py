@@ -25,7 +25,7 @@ from tiny import CONTEXT
 from lockstep.engines.vllm import in_process
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import ProofError
-from lockstep.learn import scoring
+from lockstep.images.packs import PackPictures
 from lockstep.watch.modules import ModuleProbe
 
 pytestmark = [*VLLM, pytest.mark.long]
@@ -136,7 +136,7 @@ def test_vectors_for_deeper_layers_that_the_trainer_leaves_out_are_found_by_the_
     """Qwen3-VL adds vectors of the picture after its first layers too (DeepStack)."""
     if family != "qwen3_vl":
         pytest.skip("only Qwen3-VL has such vectors")
-    whole = scoring.picture_arguments
+    whole = PackPictures.arguments
 
     def shallow(*given: Any) -> Any:
         arguments = whole(*given)
@@ -144,7 +144,7 @@ def test_vectors_for_deeper_layers_that_the_trainer_leaves_out_are_found_by_the_
         found.deepstack_features = [(torch.zeros_like(part[0]),) for part in found.deepstack_features]
         return arguments
 
-    monkeypatch.setattr(scoring, "picture_arguments", shallow)
+    monkeypatch.setattr(PackPictures, "arguments", shallow)
     with pytest.raises(ProofError) as found:
         look(folder, tmp_path, engine=vllm).train()
     assert found.value.check == "gap"

@@ -54,7 +54,7 @@ def test_the_images_of_the_rows_are_in_the_prompts(folder: str, tmp_path: Path) 
 def two_turns(prompts: list[Any], trainer: Any, *, named: bool) -> dict[str, Any]:
     """A second image is shown after the first turn."""
     more = picture(50, 16, 16)
-    ids = trainer.source.rollout_function.images.picture(more).ids.tolist()
+    ids = trainer.source.rollout_function.reader.picture(more).ids.tolist()
     first = generate_rollout_completions(trainer, prompts, max_tokens=3)
     shown = [[*images_in(prompt), more] for prompt in prompts]
     before = [a["prompt_ids"] + a["completion_ids"] + [5] + ids + [6] for a in first]
@@ -108,7 +108,7 @@ def test_more_images_than_the_limit_are_refused(named: bool, folder: str, tmp_pa
         return two_turns(prompts, trainer, named=True) if named else {"images": generate(prompts, trainer)}
 
     def generate(prompts: list[Any], trainer: Any) -> list[Any]:
-        ids = trainer.source.rollout_function.images.picture(picture(50, 16, 16)).ids.tolist()
+        ids = trainer.source.rollout_function.reader.picture(picture(50, 16, 16)).ids.tolist()
         shown = [[picture(50 + i, 16, 16) for i in range(3)] for _ in prompts]
         return generate_rollout_completions(
             trainer, [[5, *ids, 5, *ids, 5, *ids]] * len(prompts), images=shown

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from lockstep.images.pictures import Picture, PromptPictures
+from lockstep.images.pictures import NO_PICTURES, Picture, PromptPictures
 
 Ints = NDArray[np.int64]
 # Larger than any id, and small enough for the sorting of paths, which compares 32 bits.
@@ -91,7 +91,7 @@ class PictureNumbers:
         sizes = np.array([p.tokens for p in self._pictures], dtype=np.int64)
         self._ends = np.cumsum(sizes)
         self._starts = dict(zip((p.digest for p in self._pictures), self._ends - sizes, strict=True))
-        self._example = known[0] if known else None
+        self._placeholder = known[0].placeholder if known else NO_PICTURES.placeholder
 
     def path(self, ids: Ints, shown: PromptPictures) -> Ints:
         """Ids that show pictures, with the number of each part in place of its id."""
@@ -108,11 +108,9 @@ class PictureNumbers:
     ) -> tuple[Ints, PackPictures]:
         """The ids of a pack's nodes, which are numbered as in `path`, and the pack's pictures.
 
-        Args:
-            shown: the pictures of each sequence of the pack.
-            nodes: the nodes of each sequence's path, among all nodes of the pack.
+        `shown` and `nodes` are as in `position_ids`.
         """
-        if self._example is None:
+        if not self._pictures:
             return numbered, NO_PACK_PICTURES
         is_part = numbered >= _FIRST
         parts = numbered[is_part] - _FIRST
@@ -125,20 +123,24 @@ class PictureNumbers:
         own_starts = np.cumsum(sizes) - sizes
         all_starts = self._ends[present] - sizes
         rows = parts - all_starts[places] + own_starts[places]
-        ids = np.where(is_part, self._example.placeholder, numbered)
-        return ids, PackPictures(pictures, torch.from_numpy(rows), self._positions(shown, nodes, ids.size))
+        ids = np.where(is_part, self._placeholder, numbered)
+        return ids, PackPictures(pictures, torch.from_numpy(rows), position_ids(shown, nodes, ids.size))
 
-    def _positions(
-        self, shown: Sequence[PromptPictures], nodes: Sequence[Ints], size: int
-    ) -> torch.Tensor | None:
-        """(axes, size) position ids of a pack's nodes; None: the model counts them as those of any text."""
-        assert self._example is not None
-        if self._example.positions is None:
-            return None
-        found = np.zeros((len(self._example.positions), size), dtype=np.int64)
-        for pictures, own in zip(shown, nodes, strict=True):
-            found[:, own] = pictures.positions_of(len(own)) if pictures else np.arange(len(own))
-        return torch.from_numpy(found)
+
+def position_ids(shown: Sequence[PromptPictures], nodes: Sequence[Ints], size: int) -> torch.Tensor | None:
+    """(axes, size) position ids of a pack's nodes; None: the model counts them as those of any text.
+
+    Args:
+        shown: the pictures of each sequence of the pack.
+        nodes: the nodes of each sequence's path, among all nodes of the pack.
+    """
+    known = next(pictures.positions for pictures in shown if pictures)
+    if known is None:
+        return None
+    found = np.zeros((len(known), size), dtype=np.int64)
+    for pictures, own in zip(shown, nodes, strict=True):
+        found[:, own] = pictures.positions_of(len(own)) if pictures else np.arange(len(own))
+    return torch.from_numpy(found)
 
 
 def _pixel_inputs(pictures: Sequence[Picture], device: torch.device) -> dict[str, torch.Tensor]:

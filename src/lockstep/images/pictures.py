@@ -180,9 +180,7 @@ def pictures_to_wire(pairs: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
-def pictures_from_wire(
-    data: Mapping[str, Any], owns: Sequence[PromptPictures]
-) -> Iterator[PromptPictures]:
+def pictures_from_wire(data: Mapping[str, Any], owns: Sequence[PromptPictures]) -> Iterator[PromptPictures]:
     """What each completion was shown, in order. `owns` are the pictures of each completion's prompt.
 
     Raises:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError, LockstepError, ProofError

@@ -53,7 +53,7 @@ def test_trls_trainer_learns_from_images(
     sample = engine.generate
 
     def counted(requests: Any, *rest: Any) -> Any:
-        seen.append([len(r.pictures.pictures) if r.pictures is not None else 0 for r in requests])
+        seen.append([len(r.pictures.pictures) for r in requests])
         return sample(requests, *rest)
 
     monkeypatch.setattr(engine, "generate", counted)

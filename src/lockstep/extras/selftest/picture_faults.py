@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-import lockstep.learn.pack as pack_module
-import lockstep.learn.scoring as scoring_module
+import lockstep.images.packs as packs_module
 from lockstep.contract.protocol import Completion, GenerationRequest
 from lockstep.extras.selftest.seams import Fault, Patch, answers_become, is_vllm, requests_become
 from lockstep.extras.verify.stage import Stage
+from lockstep.images.packs import PackPictures
 from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.tokens.arrays import whole_numbers
 
@@ -87,7 +87,7 @@ def _another_resize(stage: Stage) -> Patch:
     """The engine's pictures are those of the data, which were made smaller and larger again before they were
     processed.
     """
-    reader = stage.trainer.source.images
+    reader = stage.trainer.source.reader
     assert reader is not None
 
     def coarse(image: Image.Image) -> Image.Image:
@@ -123,17 +123,17 @@ def _expanded_twice(stage: Stage) -> Patch:
 
 
 def _left_out(stage: Stage) -> Patch:
-    return patch.object(scoring_module, "picture_arguments", lambda *given: {})
+    return patch.object(PackPictures, "arguments", lambda *given: {})
 
 
 def _in_one_dimension(stage: Stage) -> Patch:
-    def flat(sequences: Any, nodes: Any, size: int) -> torch.Tensor:
+    def flat(shown: Any, nodes: Any, size: int) -> torch.Tensor:
         found = np.zeros((3, size), dtype=np.int64)
         for own in nodes:
             found[:, own] = np.arange(len(own))
         return torch.from_numpy(found)
 
-    return patch.object(pack_module, "position_ids", flat)
+    return patch.object(packs_module, "position_ids", flat)
 
 
 def _placeholder_sampled(stage: Stage) -> Patch:

@@ -29,16 +29,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.run import OnlineConfig
 from lockstep.errors import InputError
-from lockstep.images.prompts import IdsOf, ImagePrompts
-from lockstep.images.reading import has_pictures, with_own_decoder
+from lockstep.images.prompts import IdsOf, PromptReader
+from lockstep.images.reading import with_own_decoder
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
-from lockstep.tokens.arrays import whole_numbers
 from lockstep.tokens.chat import (
     Template,
     check_embedded,
     is_conversational,
-    render_prompt,
     template_of,
     with_joined_text,
 )
@@ -121,53 +119,28 @@ def check_dataset(dataset: Any, name: str) -> None:
 def load_prompts(
     dataset: Dataset,
     name: str,
-    tokenizer: PreTrainedTokenizerBase,
+    reader: PromptReader,
     *,
     max_prompt_length: int,
-    chat_template_kwargs: dict[str, Any] | None = None,
     ids_of: IdsOf | None = None,
-    images: ImagePrompts | None = None,
-    add_special_tokens: bool = True,
 ) -> list[Prompt]:
     """Every row as a prompt, named `<name>/<row>`.
 
     Args:
         max_prompt_length: number of tokens that the model's context leaves for a prompt.
         ids_of: makes the ids of a row's prompt, for example with tools; None: they are the prompt's alone.
-        images: reads the prompts and their pictures; None: there are no pictures.
-        add_special_tokens: whether prompts that are text get the tokenizer's special tokens.
 
     Raises:
-        InputError: a prompt cannot be tokenized, or is too long, or a picture cannot be read. The message names the
-            row.
+        InputError: a prompt cannot be tokenized or read, or is too long. The message names the row.
     """
-    if images is None and (shown := {"image", "images"} & set(dataset.column_names)):
-        # TRL would show the images to the model. If they were ignored, the model would answer without having seen them.
-        raise InputError(
-            f"the {name} dataset has a column {min(shown)!r}: images are not supported here, because the "
-            f"model reads none or the "
-            "run began without any; drop the column"
-        )
-    prompts, template = [], template_of(tokenizer, chat_template_kwargs) if ids_of is None else None
-
-    def ids_alone(row: Any) -> Any:
-        return render_prompt(
-            row["prompt"], tokenizer, template=template, add_special_tokens=add_special_tokens
-        )
-
+    reader.check_columns(name, dataset.column_names)
+    prompts = []
     for index, given in enumerate(dataset):
         prompt_id = f"{name}/{index}"
-        source = with_joined_text(given["prompt"])
-        row = {**given, "prompt": source}
         try:
-            if images is not None:
-                # From here on, the run needs no network.
-                row = images.with_files(row)
-                source = row["prompt"]
-                is_text = ids_of is None and isinstance(source, str)
-                ids, pictures = images.read(row, ids_alone if is_text else ids_of)
-            else:
-                ids, pictures = whole_numbers((ids_of or ids_alone)(row)), None
+            # From here on, the run needs no network.
+            row = reader.with_files({**given, "prompt": with_joined_text(given["prompt"])})
+            ids, pictures = reader.read(row, ids_of)
         except InputError as error:
             raise InputError(f"prompt {prompt_id}: {error}") from error
         if len(ids) > max_prompt_length:
@@ -175,19 +148,18 @@ def load_prompts(
                 f"prompt {prompt_id} has {len(ids)} tokens; there is room for {max_prompt_length} beside "
                 "max_completion_length: shorten or drop the row"
             )
-        columns = {k: v for k, v in row.items() if k != "prompt"}
-        prompts.append(Prompt(prompt_id, ids, source, columns, pictures))
+        source = row.pop("prompt")
+        prompts.append(Prompt(prompt_id, ids, source, row, pictures))
     return prompts
 
 
 def read_prompts(
     datasets: Mapping[str, Dataset],
-    tokenizer: PreTrainedTokenizerBase,
+    reader: PromptReader,
     longest: int,
     config: OnlineConfig,
     ranks: Ranks,
     ids_of: IdsOf | None = None,
-    images: ImagePrompts | None = None,
     *,
     vocabulary: int,
 ) -> dict[str, list[Prompt]]:
@@ -198,14 +170,14 @@ def read_prompts(
     Args:
         datasets: by the name that their prompts get.
         longest: number of tokens that prompt and completion may have together.
-        ids_of, images: as in `load_prompts`.
+        ids_of: as in `load_prompts`.
         vocabulary: number of ids that the model embeds.
 
     Raises:
         InputError: on every rank; a rank cannot use its data (see `load_prompts`), a prompt has a token without an
             embedding, or two ranks have different prompts.
     """
-    room, arguments = longest - config.completion_limit, config.template_arguments
+    room = longest - config.completion_limit
     if room < 1:
         field = "max_new_tokens" if hasattr(config, "max_new_tokens") else "max_completion_length"
         raise InputError(
@@ -216,16 +188,7 @@ def read_prompts(
 
     def read() -> list[Any]:
         for name, data in datasets.items():
-            found[name] = load_prompts(
-                data,
-                name,
-                tokenizer,
-                max_prompt_length=room,
-                chat_template_kwargs=arguments,
-                ids_of=ids_of,
-                images=images,
-                add_special_tokens=config.add_special_tokens,
-            )
+            found[name] = load_prompts(data, name, reader, max_prompt_length=room, ids_of=ids_of)
         for prompt in (p for prompts in found.values() for p in prompts):
             check_embedded(prompt.ids, vocabulary, f"prompt {prompt.prompt_id}")
         return digest_of_prompts([p for prompts in found.values() for p in prompts])
@@ -233,8 +196,8 @@ def read_prompts(
     parts = [read()] if ranks.count == 1 else ranks.share("prompts", read)
     if ranks.owner:
         every = [p for prompts in found.values() for p in prompts]
-        _tell_guarded(every, template_of(tokenizer, arguments))
-        tell_added(every, tokenizer)
+        _tell_guarded(every, template_of(reader.tokenizer, config.template_arguments))
+        tell_added(every, reader.tokenizer)
         if (clock := config.template_clock).was_read:
             _logger.info(
                 f"the chat template contains the time: every prompt and turn of this run has "
@@ -332,9 +295,7 @@ def read_data(train: Any, evaluation: Any, config: OnlineConfig, environment_fac
     """
     ordered = isinstance(train, IterableDataset)
     _check_size(config)
-    train = as_rows(train)
-    if has_pictures(train):
-        train = with_own_decoder(train)
+    train = with_own_decoder(as_rows(train))
     check_dispatch(train, evaluation, config)
     if ordered:
         train = _training_rows(train, config)
@@ -406,8 +367,7 @@ def read_sets(given: Any) -> Any:
     """
     if isinstance(given, Mapping):
         return {name: read_sets(data) for name, data in given.items()}
-    given = as_rows(given)
-    own = with_own_decoder(given) if has_pictures(given) else given
+    own = with_own_decoder(as_rows(given))
     return _rows(own) if isinstance(own, IterableDataset) else own
 
 
