@@ -54,6 +54,7 @@ MASKS = "tests/algorithms/test_masks_and_divergence.py"
 RETURNS = "tests/algorithms/test_returns.py"
 PAIRS = "tests/algorithms/test_preference_loss.py"
 GAP = "tests/watch/test_gap.py"
+GIVEN_ROWS = "tests/watch/test_given_rows.py"
 QUANTISED_GAP = "tests/extras/fp8/test_quantised_gap.py"
 KILLER = "tests/test_kill_at_exit.py"
 FILES = "tests/run/test_whole_files.py tests/run/test_checkpoints_and_directory.py"
@@ -4414,5 +4415,35 @@ MUTATIONS = [
         "if torch.cuda.is_available() and not use_cpu:\n            self.model.to",
         "if torch.cuda.is_available():\n            self.model.to",
         "tests/engines/test_transformers_engine.py::test_the_engine_of_a_run_on_the_cpu_leaves_a_gpu_to_others",
+    ),
+    Mutation(
+        "prompts: the same order is due in every pass",
+        "manual_seed(seed + turn)",
+        "manual_seed(seed)",
+        GIVEN_ROWS,
+    ),
+    Mutation(
+        "prompts: a generation of other rows passes",
+        "            if row != own:",
+        "            if False:",
+        GIVEN_ROWS,
+    ),
+    Mutation(
+        "prompts: a row's tools are not asked for",
+        "tools=tools or None,",
+        "tools=None,",
+        f"{GIVEN_ROWS}::test_tools_that_a_prompt_must_show_are_missed",
+    ),
+    Mutation(
+        "prompts: any ids pass the second time",
+        "if known is not None and known != _digest(prompt.ids):",
+        "if False:",
+        GIVEN_ROWS,
+    ),
+    Mutation(
+        "prompts: ids of another text pass",
+        "if not due or (isinstance(given, list) and self._has_control_text(given)):",
+        "if True:",
+        GIVEN_ROWS,
     ),
 ]

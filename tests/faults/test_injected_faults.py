@@ -150,6 +150,8 @@ CAUGHT_BY = {
     "S4g": {"settings"},
     "S4h": {"interruption"},
     "S4i": {"rewards"},
+    **{f"N1{letter}": {"prompts"} for letter in ("", "b", "c")},
+    **{f"N2{letter}": {"prompts"} for letter in ("", "b")},
     **{f"E1{letter}": {"gap"} for letter in ("", "b", "c", "d", "e")},
     "E1f": {"rows"},
     "E1g": {"evaluation"},

@@ -83,6 +83,9 @@ class Acting(Protocol):
     def prompt_ids(self, row: Mapping[str, Any]) -> Ids:
         """Ids of a row's prompt."""
 
+    def shown_tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Schemas of the tools that a row's prompt shows."""
+
     def beside_environments(self, work: Callable[[], T], limit: float) -> T:
         """The result of work that may read environments. It may take `limit` seconds in their thread."""
 
@@ -249,6 +252,12 @@ class RolloutTools:
                 f"{', '.join(map(repr, self._extensions))}"
             )
         return self._extensions[name].prompt(prompt)
+
+    def shown_tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Schemas of the tools, and of the methods of the row's environment."""
+        own = [tool.schema for tool in self._tools.values()]
+        kind = self.kinds.get(row["environment"] if self._routed else None)
+        return own if kind is None else [*own, *kind.schemas]
 
     def beside_environments(self, work: Callable[[], T], limit: float) -> T:
         """The result of work that reads environments, done in their thread; `limit` is in seconds."""

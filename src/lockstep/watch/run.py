@@ -4,7 +4,7 @@
 |-------|--------|
 | `pushing` | `ranks`, `shards`, `live`, `reference` (frozen weights); before the first push all of the engine (`watch/engine.py`) |
 | `scored` | `rewards` |
-| `taken` | `rows`, `scores` |
+| `taken` | `prompts`, `rows`, `scores` |
 | `referenced` | `reference` (its log-probs), `reference_outputs` |
 | `prepared` | `learned` (texts and rows); `gap` and `draws`, if a pass before the first step has scored the tokens |
 | `beginning` | `hooks`, `model_gradient` (a drawn sum), `accumulation` (no gradient is left), `update` (nothing was frozen) |
@@ -49,6 +49,7 @@ from lockstep.watch.engine import EngineWatch
 from lockstep.watch.evidence import DrawnRows, TokenEvidence, kept
 from lockstep.watch.forward import HeldHooks, PlainForward, check_repeated, drawn_forward, standing
 from lockstep.watch.gap import check_count
+from lockstep.watch.given_rows import GivenRows
 from lockstep.watch.kept_sets import KeptSetProof
 from lockstep.watch.loss_gradient import LossGradient
 from lockstep.watch.model_gradient import Checked, ModelGradient
@@ -70,6 +71,7 @@ class RunWatch:
         state: gives the trainer's state; its `global_step` is the weight version.
         note: logs figures of a step.
         settings: what the user has asked for.
+        given_rows: the training rows as the user gave them.
 
     Attributes:
         update: the proof of the optimizer steps; None while there is no optimizer.
@@ -93,10 +95,12 @@ class RunWatch:
         clock: PhaseClock,
         note: Callable[[Mapping[str, Any]], None],
         settings: SettingsProof,
+        given_rows: GivenRows,
     ) -> None:
         self._objective, self._config, self._engine = objective, objective.config, engine
         self._policy, self._trained, self._state = policy, trained, state
         self._ranks, self._clock, self._note, self._settings = ranks, clock, note, settings
+        self.given_rows = given_rows
         self.update: UpdateProof | None = None
         self.frozen: FrozenWeights | None = None
         self.reference_outputs = ReferenceOutputs()
@@ -150,6 +154,12 @@ class RunWatch:
     def taken(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt], number: int) -> None:
         # If a proof fails from here on, nothing of an earlier generation may be taken for this one.
         self._generation = self._sampled = self.expected = None
+        with self._clock.phase("verify"):
+            self.given_rows.check_order(prompts, number)
+            for name in self.given_rows.check_ids(prompts):
+                self._engine.note_unproven(
+                    self._step + 1, "prompts", f"{name} has the text of a control token"
+                )
         rows = {p.prompt_id: p for p in prompts}
         check_rows(groups, rows, self._engine.decode, (self._config.seed, number))
         # The rank that has asked first asks again, because functions may keep something between their calls.

@@ -388,6 +388,10 @@ class RolloutAgents:
             return self._extensions(()).prompt(row["prompt"])
         return self._reader.ids(row)
 
+    def shown_tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """None: an agent sends its tools with its own messages."""
+        return []
+
     def beside_environments(self, work: Callable[[], T], limit: float) -> T:
         """The result of work that needs nothing of another thread."""
         return work()

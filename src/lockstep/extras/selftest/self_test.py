@@ -27,6 +27,7 @@ from rich.table import Table
 from lockstep.errors import Interrupted, LockstepError, ProofError
 from lockstep.extras.selftest.loss_faults import BACKWARD_FAULTS, LEARNED_FAULTS, LOSS_FAULTS
 from lockstep.extras.selftest.optimizer_faults import OPTIMIZER_FAULTS, STEP_FAULTS
+from lockstep.extras.selftest.prompt_faults import PROMPT_FAULTS
 from lockstep.extras.selftest.rollout_faults import CONVERSATION_FAULTS, END_FAULTS, TOKEN_FAULTS
 from lockstep.extras.selftest.run_faults import EVALUATION_FAULTS, SETTING_FAULTS
 from lockstep.extras.selftest.sampling_faults import DRAW_FAULTS, FILTER_FAULTS, LOGPROB_FAULTS
@@ -53,6 +54,7 @@ FAULTS = (
     *LEARNED_FAULTS,
     *OPTIMIZER_FAULTS,
     *SETTING_FAULTS,
+    *PROMPT_FAULTS,
     *EVALUATION_FAULTS,
 )
 

@@ -139,7 +139,10 @@ class Stage:
             ProofError: as in training.
         """
         self.trainer.state.global_step += 1
-        self.trainer.training_step(self.trainer.model, MicroBatch(self.prompts, 0))
+        # The prompts of a stage are not always the rows of its trainer.
+        rows = self.trainer.watch.given_rows
+        with patch.object(rows, "check_order"), patch.object(rows, "check_ids", return_value=[]):
+            self.trainer.training_step(self.trainer.model, MicroBatch(self.prompts, 0))
         self.model.zero_grad(set_to_none=True)
         generation = self.trainer.loop.generation
         return generation.sampled_tokens if generation is not None else 0
@@ -368,6 +371,7 @@ def open_stage(
             stage = Stage(trainer, tuple(trainer._train_prompts) if pictures else _with_foreign_ids(trainer))
             # Real runs on the stage have the same prompts.
             trainer._train_prompts[:] = stage.prompts
+            trainer.watch.given_rows.take_as_it_is(stage.prompts[-1])
             stage.scale = _visible_scale(stage)
             yield stage
         finally:

@@ -67,6 +67,7 @@ WITHOUT_FIGURE = {
     "samples": "the completions of a group are independent draws",
     "turns, template, tool_results": "conversations have the right turns, and tools' results belong to their calls",
     "placeholder": "no sampled id is the placeholder of a picture",
+    "prompts": "every generation has the rows that are due, with the ids of what the user gave",
     "rows, learned": "every loss has the ids, places and log-probs that the engine sampled, of the right row",
     "evaluation": "every evaluation has each row of its set once, with all completions of the row",
     "attention": "FlexAttention's values and gradients are those of PyTorch's plain attention in float32",

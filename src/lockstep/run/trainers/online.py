@@ -89,6 +89,7 @@ from lockstep.run.trainers.hooks import StepHooks, add_callbacks
 from lockstep.run.trainers.optimizer import makes_optimizer
 from lockstep.run.trainers.sharding import shard_models
 from lockstep.tokens.chat import TemplateClock, embedding_rows, end_ids
+from lockstep.watch.given_rows import GivenRows
 from lockstep.watch.run import RunWatch
 from lockstep.watch.settings import SettingsProof
 
@@ -346,6 +347,15 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             self._longest = min(self._longest + limit, self._context)
         self._train_prompts = prompts.pop("train")
         self._eval_prompts = prompts
+        tools, images = self.rollout_tools, self._images
+        self._given_rows = GivenRows(
+            data.train,
+            self._opened.tokenizer,
+            self.config,
+            shuffled=self.config.shuffle_dataset and not data.ordered,
+            tools_of=tools.shown_tools if tools is not None else None,
+            messages_of=images.messages_of if images is not None else None,
+        )
 
     def _prompts_of(self, datasets: Mapping[str, Dataset], longest: int) -> dict[str, list[Prompt]]:
         """Prompts of data sets. Prompt and completion have at most `longest` tokens together, and the model's limit."""
@@ -440,6 +450,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             self.clock,
             self.step_log.note,
             self.settings,
+            self._given_rows,
         )
         self.loop = self.loop_class(
             self.objective,
