@@ -119,7 +119,7 @@ class GivenRows:
             # Some templates render nothing but parts.
             both = (self._rendered(messages, tools) for messages in (given, [*map(_in_parts, given)]))
             due = [ids for ids in both if ids is not None]
-        if (shown := prompt.pictures) is not None:
+        if shown := prompt.pictures:
             due = [with_picture_ids(ids, shown.placeholder, shown.pictures) for ids in due]
         if any(ids.tolist() == prompt.ids.tolist() for ids in due):
             return True

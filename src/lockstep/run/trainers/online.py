@@ -347,14 +347,14 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             self._longest = min(self._longest + limit, self._context)
         self._train_prompts = prompts.pop("train")
         self._eval_prompts = prompts
-        tools, images = self.rollout_tools, self._images
+        tools, reader = self.rollout_tools, self._reader
         self._given_rows = GivenRows(
             data.train,
             self._opened.tokenizer,
             self.config,
             shuffled=self.config.shuffle_dataset and not data.ordered,
             tools_of=tools.shown_tools if tools is not None else None,
-            messages_of=images.messages_of if images is not None else None,
+            messages_of=reader.messages_of if reader.shows_pictures else None,
         )
 
     def _prompts_of(self, datasets: Mapping[str, Dataset], longest: int) -> dict[str, list[Prompt]]:
