@@ -145,8 +145,7 @@ def circles(house: House, *, inside: bool, kind: int) -> list[list[str]]:
 
 
 def mutations_with_paths(house: House) -> tuple[int, int]:
-    """Cases of the mutation list whose text, or a constant or function that they name, has a path of a source file;
-    and all cases.
+    """Cases of the mutation list that name a path of a source file, also by a constant or function; and all cases.
 
     Each such case needs an edit when its file moves. A path is a text like `rollouts/driver.py` that is not below
     tests/.
@@ -184,8 +183,7 @@ def mutations_with_paths(house: House) -> tuple[int, int]:
 
 
 def lines(house: House) -> dict[str, Any]:
-    """Files without `__init__.py`; lines of all files, and of the core (without the rooms cli and extras); imports in
-    the code.
+    """Files without `__init__.py`; lines of all files, and of the core (without cli and extras); imports in the code.
 
     A line of code has a token that is not a comment and not a docstring. A line of an import statement is one of them.
     """
@@ -274,9 +272,7 @@ def words(house: House) -> int:
 
 
 def rows(house: House, prompt: Way, parameter: Way) -> list[tuple[str, str, str, Iterable[str]]]:
-    """Each row: what is counted, the figure of this tree, what is asked after issue 45 and after 46, the names behind
-    it.
-    """
+    """Each row: what is counted, this tree's figure, what is asked after issue 45 and 46, the names behind it."""
     loop, proofs = the_loop(house)
     vllm, touches, size, fields = (
         rooms_that_import(house, "vllm"),

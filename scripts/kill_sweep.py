@@ -539,9 +539,7 @@ def distance(run: Path, other: Path) -> float:
 
 
 def attacked(command: Command, number: int, way: str) -> tuple[str, str]:
-    """Attack a command at one operation, and run it again; returns `same`, `done`, `refused` or `FAILED`, and what
-    was found.
-    """
+    """Attack a command at one operation, and run it again; returns `same`, `done`, `refused` or `FAILED`, and why."""
     command.prepare()
     first = command.run(number, WAYS[way])
     if first.left:

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Writes `requirements.lock`: every package of this environment, with its version and the SHA-256 of the file that
-pip installs.
+"""Writes `requirements.lock`: every package of this environment, with its version and its file's SHA-256.
 
     .venv/bin/python scripts/lock.py
 

@@ -1,5 +1,4 @@
-"""The faults of `scripts/mutations.py`: each one breaks one place of the source, and names the tests that must then
-fail.
+"""The faults of `scripts/mutations.py`: each breaks one place of the source, and names the tests that must fail.
 
 A case has a text whose exact form matters. If the line changes, the case must change. The text must stand exactly
 once in `src/lockstep`, or in the function that the case names. No case names a file of the source: a file can move.
@@ -525,7 +524,7 @@ MUTATIONS = [
     Mutation("a call comes twice", "and self._calls[nonce].take(int(call)) else None", "else None", GREETING),
     Mutation(
         "the body of a call is not compared",
-        "if body is not None and body_mark(body) == mark:",
+        "if body is not None and calls.body_mark(body) == mark:",
         "if body is not None:",
         GREETING,
     ),
@@ -611,8 +610,8 @@ MUTATIONS = [
     ),
     Mutation(
         "environments get the server's key",
-        "        if name != KEY_VARIABLE\n",
-        "",
+        "for name, value in whole.items() if name != KEY_VARIABLE",
+        "for name, value in whole.items()",
         "tests/server/test_child_environment.py",
     ),
     Mutation(
@@ -2243,6 +2242,38 @@ MUTATIONS = [
         "                    pass",
         CALLED,
     ),
+    Mutation(
+        "what a rollout_func changed stays",
+        '            with process_as_before("rollout_func"):',
+        "            if True:",
+        "'tests/rollouts/test_process_as_before.py::"
+        "test_what_a_function_changes_of_the_process_is_put_back_and_said_once[rollout_func-working directory]'",
+    ),
+    Mutation(
+        "what an agent changed stays",
+        '            with folder_as_before(f"agent {self.name}", self.timeout):',
+        "            if True:",
+        "tests/rollouts/test_process_as_before.py::test_an_agent_leaves_folder_and_locale",
+    ),
+    Mutation(
+        "fields that leave no token, before a model is loaded",
+        "        _check_leaves_tokens(path, guarded, args)",
+        "        pass",
+        "tests/contract/test_support.py",
+    ),
+    Mutation(
+        "a place without a token, in the draw of completions",
+        "                if not len(left):",
+        "                if not len(left) and ids:",
+        "tests/contract/test_support.py",
+    ),
+    Mutation(
+        "an engine that finds no token to sample",
+        "        if logprobs.isnan().any():",
+        "        if False:",
+        "'tests/contract/test_filters.py::test_an_engine_says_which_settings_leave_no_token_and_answers_again"
+        "[transformers-allowed_token_ids and min_tokens]'",
+    ),
     Mutation("what a function changed stays", "        kind.put_back(before)", "        pass", CALLED),
     Mutation(
         "an endless call that the run waits for",
@@ -2462,8 +2493,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the page shows the mean of a single step beside the limit",
-        "judged = judged_means(steps, figure)",
-        "judged = judged_means([], figure)",
+        "judged = run_record.judged_means(steps, figure)",
+        "judged = run_record.judged_means([], figure)",
         PAGE,
     ),
     Mutation(
@@ -2517,16 +2548,34 @@ MUTATIONS = [
         "test_a_run_is_resumed_to_the_bit_from_every_checkpoint_that_it_leaves[ends of epochs]'",
     ),
     Mutation(
-        "yes and no of a config file are booleans",
-        'if tag != _BOOL or first in "tTfF"]',
-        "if True]",
-        "tests/cli/test_arguments.py",
+        "yes and no in the mapping of a field are booleans",
+        'true|True|TRUE|false|False|FALSE", [*"tTfF"]',
+        'true|True|TRUE|yes|false|False|FALSE|no", [*"tTfFyn"]',
+        "tests/input/test_bad_config_files.py",
     ),
     Mutation(
         "a config in Python says nothing of a removed field's replacement",
-        "for name in given.keys() & INSTEAD.keys():",
+        "for name in given.keys() - fields.keys():",
         "for name in ():",
         "tests/cli/test_arguments.py",
+    ),
+    Mutation(
+        "a text in a column of several kinds becomes the number that it looks like",
+        "        return json.dumps(value)\n    if isinstance(value, dict):",
+        "        return value\n    if isinstance(value, dict):",
+        "tests/tasks/test_tasks.py",
+    ),
+    Mutation(
+        "a model whose parameters are all frozen is trained",
+        "if not any(parameter.requires_grad for parameter in policy.parameters()):",
+        "if False:",
+        "tests/input/test_bad_python.py",
+    ),
+    Mutation(
+        "a forked copy of the process goes on with the run",
+        "if os.getpid() != process:",
+        "if False:",
+        "tests/rollouts/test_rewards.py",
     ),
     Mutation(
         "rows that have ended run past the model's positions",
@@ -3009,8 +3058,8 @@ MUTATIONS = [
     ),
     Mutation(
         "greedy decoding is scored as sampling from the whole distribution",
-        '"top_k": 1 if self.is_greedy else int(self.top_k)',
-        '"top_k": int(self.top_k)',
+        '({"top_k": 1} if self.is_greedy else {})',
+        "{}",
         "tests/run/test_filter_fields.py",
     ),
     Mutation(
@@ -3226,8 +3275,8 @@ MUTATIONS = [
     ),
     Mutation(
         "text as content is left out by templates that take parts only",
-        "self._takes_parts = not self._shows_text() and self._shows_text(in_parts=True)",
-        "self._takes_parts = False",
+        "lambda: not self._shows_text() and self._shows_text(in_parts=True)",
+        "lambda: False",
         f"{VISION_TEMPLATES}::test_text_of_messages_is_shown_also_by_templates_that_take_parts_only",
     ),
     Mutation(
@@ -3376,7 +3425,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a coroutine that sets a signal is told of another cause",
-        "    if is_coroutine_function(function):\n        return (",
+        "    if threads.is_coroutine_function(function):\n        return (",
         "    if False:\n        return (",
         "tests/rollouts/test_rewards.py::test_where_math_verify_cannot_set_its_time_limit_the_setting_is_named",
     ),
@@ -3771,8 +3820,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a section of DeepSpeed that nobody knows is taken",
-        "odd = [name for name in found if name not in known]",
-        "odd = [name for name in found if not name]",
+        "return [prefix + name for name in section if name not in known]",
+        "return [prefix + name for name in section if not name]",
         ZERO_SETTINGS,
     ),
     Mutation(
@@ -3909,8 +3958,8 @@ MUTATIONS = [
     ),
     Mutation(
         "self-test: a proof that stops because of the fault before has not caught the next one",
-        "    if errors:\n        raise LockstepError(",
-        "    if False:\n        raise LockstepError(",
+        '    if errors:\n        found = f"the engine cannot be restored',
+        '    if False:\n        found = f"the engine cannot be restored',
         "tests/faults/test_injected_faults.py::test_what_a_fault_leaves_is_not_taken_for_the_catch_of_the_next_one",
     ),
     Mutation(
@@ -3982,8 +4031,8 @@ MUTATIONS = [
     ),
     Mutation(
         "texts: the step of a run is no markup",
-        '            line["step"],\n',
-        '            Html(line["step"]),\n',
+        'is_open, line["step"], failed',
+        'is_open, Html(line["step"]), failed',
         "tests/report/test_page.py::test_the_step_of_a_strangers_run_is_no_markup",
     ),
     Mutation(
@@ -4018,9 +4067,40 @@ MUTATIONS = [
     ),
     Mutation(
         "1e-7 in the mapping of a field of a config file is a number",
-        "                    _read_numbers(value)\n        return node",
-        "                    pass\n        return node",
+        "(\\d+(\\.\\d*)?|\\.\\d+)([eE][-+]?\\d+)?",
+        "(\\d+(\\.\\d*)|\\.\\d+)([eE][-+]?\\d+)?",
         "tests/input/test_bad_config_files.py::test_a_number_with_an_exponent_is_a_number_in_the_mapping_of_a_field",
+    ),
+    Mutation(
+        "the value of a field is read as YAML's number, not as it is written",
+        "                        entry.tag = _TEXT\n",
+        "                        pass\n",
+        "tests/input/test_bad_config_files.py::test_what_is_written_is_what_a_field_gets",
+    ),
+    Mutation(
+        "the bounds of a number are checked after PyTorch is imported only",
+        "            check_possible(name, number, None if bounds is None else Bounds(**bounds))\n",
+        "            pass\n",
+        "tests/cli/test_fields.py::test_help_and_early_errors_import_nothing_heavy",
+    ),
+    Mutation(
+        "a long input makes a long sentence",
+        "text if len(text) <= _LONGEST else f",
+        "text if True else f",
+        "tests/input/test_bad_words.py::test_a_sentence_about_a_long_input_keeps_its_beginning_and_its_end",
+    ),
+    Mutation(
+        "a device without an end is read as settings",
+        "    if path.exists() and not path.is_file():\n        raise OSError(errno.EINVAL",
+        "    if False:\n        raise OSError(errno.EINVAL",
+        "tests/input/test_bad_words.py::test_settings_are_read_from_files_alone",
+        within="read_settings",
+    ),
+    Mutation(
+        "a text that is no choice is taken from Python",
+        "and value not in choices:",
+        "and False:",
+        "tests/input/test_bad_python.py::test_a_text_that_cannot_be_used_is_refused",
     ),
     Mutation(
         "an optimizer that cannot be made is refused before a model is loaded",
@@ -4415,6 +4495,18 @@ MUTATIONS = [
         "if torch.cuda.is_available() and not use_cpu:\n            self.model.to",
         "if torch.cuda.is_available():\n            self.model.to",
         "tests/engines/test_transformers_engine.py::test_the_engine_of_a_run_on_the_cpu_leaves_a_gpu_to_others",
+    ),
+    Mutation(
+        "weights with other names in the files than in the model are left out when a run goes on",
+        "            elif not load_renamed(model or self.model, folder):\n",
+        "            else:\n",
+        "tests/run/test_checkpoints_of_families.py::test_a_run_that_was_stopped_goes_on_to_the_same_bits",
+    ),
+    Mutation(
+        "weights with other names in the files than in the model are left out of the best model",
+        "        if not load_renamed(self.model, Path(self.state.best_model_checkpoint)):\n            super()",
+        "        super()",
+        "tests/run/test_checkpoints_of_families.py::test_the_best_checkpoint_is_in_the_model_at_the_end",
     ),
     Mutation(
         "prompts: the same order is due in every pass",

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Plays somebody who installs Lockstep for the first time, and types every command of README and of the page of the
-first task.
+"""Plays somebody who installs Lockstep for the first time, and types every command of README and the first task.
 
     .venv/bin/python scripts/newcomer.py              (make newcomer: installs everything into a fresh environment;
     takes hours) .venv/bin/python scripts/newcomer.py --reuse      (installs only the wheel; heavy packages are those

@@ -4,6 +4,7 @@
 |---|---|
 | self-test | `lockstep verify --self-test` on the packaged model, in float32 and in bfloat16, whole |
 | vLLM for GPUs | vLLM's second model runner on the pretend GPU: a server, `verify`, and a whole self-test of a tiny model |
+| inputs | thousands of inputs of every field and command (`tests/input/test_every_input.py`), drawn by the seed |
 | kill sweep | a sample of the cases of `scripts/kill_sweep.py`: commands that are killed at one of their file operations |
 | release tests | the tests marked `release`, in an order that the seed draws, until the time of this part is over |
 | mutations | the cases of `scripts/mutation_cases.py`, in an order that the seed draws, until the three hours are over |
@@ -180,6 +181,32 @@ def _self_test(
     return Result(name, injected + errors, faults, seconds, failed, said)
 
 
+def _tests_of(name: str, file: str, until: float, env: Mapping[str, str] = os.environ) -> Result:
+    """The release tests of one file."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        log, report = Path(folder) / "log", Path(folder) / "report.xml"
+        pytest = [
+            PYTHON,
+            "-m",
+            "pytest",
+            "-m",
+            "release",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--junitxml",
+            report,
+        ]
+        code = run_program([*pytest, file], until, log, env=env)
+        found = counted(report) if report.exists() else Counter(failed=1)
+        if code or found["failed"]:
+            show_end(f"{name}: exit code {code}", log)
+    said = "NOT ENDED in its time" if code is None else ""
+    failed = found["failed"] or int(bool(code))
+    return Result(name, found["ran"], found["ran"], time.monotonic() - start, failed, said)
+
+
 def gpu_runner(
     seed: int, until: float, words: Sequence[object] = (PYTHON.parent / "lockstep",)
 ) -> list[Result]:
@@ -193,37 +220,22 @@ def gpu_runner(
 
     name, start = "vLLM for GPUs", time.monotonic()
 
-    def tests() -> Result:
-        pytest = [
-            PYTHON,
-            "-m",
-            "pytest",
-            "-m",
-            "release",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--junitxml",
-            report,
-        ]
-        code = run_program([*pytest, "tests/pretend_cuda/vllm/test_vllm_runs.py"], until, log)
-        found = counted(report) if report.exists() else Counter(failed=1)
-        if code or found["failed"]:
-            show_end(f"{name}, tests: exit code {code}", log)
-        said = "NOT ENDED in its time" if code is None else ""
-        failed = found["failed"] or int(bool(code))
-        return Result(f"{name}, tests", found["ran"], found["ran"], time.monotonic() - start, failed, said)
-
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(LANES) as pool:
-        log, report, model = (Path(folder) / part for part in ("log", "report.xml", "model"))
+        log, model = Path(folder) / "log", Path(folder) / "model"
         save = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); from pathlib import Path; import tiny; "
         made = run_program([PYTHON, "-c", f"{save}tiny.save_model(Path({str(model)!r}))"], until, log)
         if made != 0:
             show_end(f"{name}: no model, exit code {made}", log)
             return [Result(name, 0, 0, time.monotonic() - start, said="NO MODEL")]
-        beside = pool.submit(tests)
+        beside = pool.submit(_tests_of, f"{name}, tests", "tests/pretend_cuda/vllm/test_vllm_runs.py", until)
         faults = _self_test(f"{name}, self-test", words, str(model), "float32", until, environment())
         return [beside.result(), faults]
+
+
+def inputs(seed: int, until: float) -> list[Result]:
+    """Inputs of every field and command: each is taken, or refused in one sentence."""
+    env = {**os.environ, "LOCKSTEP_INPUT_SEED": str(seed)}
+    return [_tests_of("inputs", "tests/input/test_every_input.py", until, env)]
 
 
 def kill_sweep(seed: int, until: float, more: Sequence[str] = ("--most", "100000")) -> list[Result]:
@@ -317,7 +329,8 @@ PARTS = (
     Part("self-test", 0.6, self_tests),
     # Its self-test alone takes 40 minutes of a loaded processor.
     Part("vLLM for GPUs", 0.85, gpu_runner),
-    Part("kill sweep", 0.88, kill_sweep),
+    Part("inputs", 0.88, inputs),
+    Part("kill sweep", 0.9, kill_sweep),
     Part("release tests", 0.94, release_tests),
     Part("mutations", 1.0, mutations),
 )

@@ -1,5 +1,4 @@
-"""Writes the flags of released OpenRLHF versions, with their defaults, for the test of
-docs/reference/migrating-from-openrlhf.md.
+"""Writes the flags and defaults of released OpenRLHF versions, for docs/reference/migrating-from-openrlhf.md.
 
     pip download --no-deps --dest FOLDER openrlhf==0.9.10
     pip download --no-deps --dest FOLDER openrlhf==0.11.2

@@ -104,9 +104,7 @@ def pages() -> dict[Path, str]:
 
 
 def fields_page(described: dict[str, dict[str, Any]]) -> str:
-    """One list per group of `--help`, without the fields that accept one value only; of transformers' own fields the
-    names.
-    """
+    """One list per group of `--help`, without fields that accept one value only; transformers' own fields by name."""
     commands = [command for command in described if command != "shared"]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for command in commands:

@@ -60,9 +60,7 @@ KEPT = ("PATH", "LANG", "TMPDIR", "LD_PRELOAD", "OMP_NUM_THREADS")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a test: pytest's word, the first line of its error, what of TRL's insides it uses, and its
-    models.
-    """
+    """What became of a test: pytest's word, its error's first line, what of TRL's insides it uses, and its models."""
 
     outcome: str
     reason: str = ""

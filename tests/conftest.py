@@ -202,8 +202,7 @@ STAGES = [
 
 @pytest.fixture(scope="module", params=STAGES)
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A trainer with an engine, made like `lockstep verify` makes them, per kind of engine; tests must restore the
-    weights.
+    """A trainer with an engine, as `lockstep verify` makes them, per kind of engine; tests must restore the weights.
 
     vLLM loads weights in parts, as it does for a model of real size. Embedding and head are larger than a part.
     """

@@ -1,5 +1,4 @@
-"""Imports every module of the core, trains, and asks for extras, in a Python that finds only what
-`pip install lockstep-rl` brings.
+"""Imports all of the core, trains, and asks for extras, in a Python with only what `pip install lockstep-rl` brings.
 
     python tests/core_alone.py
 

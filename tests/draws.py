@@ -24,9 +24,7 @@ _THOROUGH = 40
 
 
 def draws(examples: int, **more: Any) -> settings:
-    """Settings for a property with `examples` examples in CI: fewer if they are expensive, more if the property needs
-    them.
-    """
+    """Settings for a property with `examples` examples in CI: fewer if they are expensive, more if it needs them."""
     return settings(max_examples=examples * (_THOROUGH if PROFILE == "thorough" else 1), **more)
 
 

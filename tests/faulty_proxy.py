@@ -63,9 +63,7 @@ class FaultyProxy:
         self.rule = rule
 
     def wait_until(self, seen: Callable[[], bool], limit: float = 60.0) -> None:
-        """Wait until something can be seen here; if nothing is seen, the call is still answered, and the test notices
-        it.
-        """
+        """Wait until something can be seen here; if nothing is, the call is still answered, and the test notices it."""
         deadline = time.monotonic() + limit
         while not seen() and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -156,9 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(*answer)
 
     def fault_slow(self, body: bytes) -> None:
-        """Answered when the paths that go together with it have begun; a call that wrongly does not wait has time to
-        begin.
-        """
+        """Answered when the paths that go with it have begun; a call that wrongly does not wait has time to begin."""
         answer, path = self._forward(body), self.path.partition("?")[0]
         self.owner.wait_until(lambda: self.owner.together.get(path, set()) <= set(self.owner.order))
         time.sleep(0.1)

@@ -179,9 +179,7 @@ def _run(words: list[str]) -> int:
 
 
 def _leave_what_is_the_parents() -> None:
-    """In a fork, as in a new program: hold no network connection of the parent, and wake no event loop of the
-    parent.
-    """
+    """In a fork, as in a new program: hold no network connection of the parent, and wake no event loop of it."""
     signal.set_wakeup_fd(-1)
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:

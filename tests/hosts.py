@@ -39,9 +39,7 @@ class Host:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables with which a program is started on this host. gloo would look for the address of the host's
-        name.
-        """
+        """The variables with which a program starts on this host. gloo would look for the address of its name."""
         return {HOST: self.name, "GLOO_SOCKET_IFNAME": "eth0", "VLLM_HOST_IP": self.address}
 
     def link(self, state: str) -> None:

@@ -1,5 +1,4 @@
-"""Tiny random models of many families, each with what is special about its family: biases, windows, caps, factors,
-experts.
+"""Tiny random models of many families, each with its specialities: biases, windows, caps, factors, experts.
 
 `benchmarks/proofs/vllm_families.py` verifies each of them on vLLM, and tests use a few. Nothing is downloaded.
 """

@@ -81,6 +81,8 @@ ROWS_IN_CI = {
     "run/test_filters_on_vllm.py::test_the_gap_of_a_run_with_filters_is_that_of_a_run_without": 4,
     "run/test_filters_with_tools.py::test_the_gap_of_rollouts_with_tools_and_filters_is_within_the_limits": 1,
     "run/test_interrupted_runs.py::test_every_sampled_token_is_proven_and_no_other_is_counted": 4,
+    "run/test_measured_effects.py::test_two_runs_with_one_value_differ_in_nothing": 1,
+    "run/test_measured_effects.py::test_two_values_of_a_field_are_two_runs": 6,
     "run/test_method_resume.py::test_a_run_that_was_stopped_goes_on_to_the_same_bits": 3,
     "run/test_quantised_runs.py::test_every_step_is_proven_and_the_gap_is_what_quantisation_explains": 2,
     "run/test_reference.py::"

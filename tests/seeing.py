@@ -186,8 +186,7 @@ IN_VLLM = {
 
 
 def let_vllm_see(family: str = "qwen2_5_vl") -> None:
-    """Register vLLM's own model of a family without torchvision, which this environment leaves out
-    (`requirements.lock`).
+    """Register vLLM's own model of a family without torchvision, which this environment leaves out.
 
     vLLM imports a function for the sizes of pictures from a file of transformers, and that file imports torchvision
     by name. While it is imported, empty modules stand in place of torchvision. Pixels come from the trainer, so vLLM
@@ -219,9 +218,7 @@ def let_vllm_see(family: str = "qwen2_5_vl") -> None:
 
 
 def seeing_plugin(folder: Path, family: str = "qwen2_5_vl") -> str:
-    """A value of PYTHONPATH with which every process of a vLLM server calls `let_vllm_see`: it names a plugin of
-    vLLM.
-    """
+    """A value of PYTHONPATH with which every process of a vLLM server calls `let_vllm_see`: a plugin of vLLM."""
     plugin = folder / "seeing-0.dist-info"
     plugin.mkdir(parents=True)
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: seeing\nVersion: 0\n")

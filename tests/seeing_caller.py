@@ -1,6 +1,4 @@
-"""A tiny vision-language model that calls a tool, as `tests/caller.py` makes one for text, and tools that give
-pictures.
-"""
+"""A tiny vision-language model that calls a tool, as `tests/caller.py` makes for text, and tools that give pictures."""
 
 from __future__ import annotations
 
@@ -54,8 +52,7 @@ def save_seeing_caller(folder: Path, family: str = "qwen2_5_vl", calls: float = 
 
 
 def caller_in(folder: str, family: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The model with its tokenizer, under the name of a directory with another model of the family: for an engine
-    that was started with that one, and gets these weights."""
+    """The model with its tokenizer, in the directory of another model of the family, whose engine gets its weights."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     model.load_state_dict(make_seeing_caller(family).state_dict())
     return model, make_seeing_caller_tokenizer(family)

@@ -1,6 +1,4 @@
-"""A tiny stand-in for the package of the packaged model: a GGUF file with two layers and the tokenizer of
-`tests/tiny.py`.
-"""
+"""A tiny stand-in for the packaged model: a GGUF file with two layers and the tokenizer of `tests/tiny.py`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What Lockstep relies on in vLLM's sources: names, arguments, limits and defaults, of both model runners. vLLM is
-not imported.
+"""What Lockstep relies on in vLLM's sources: names, arguments, limits, defaults. vLLM is not imported.
 
 `FACTS` is a table of text. A line without indent is a module; the lines below it are facts about it, and `#` begins a
 remark:

@@ -15,9 +15,7 @@ Steps = list[Step]
 
 
 def measured(rounds: Sequence[Mapping[str, Step]]) -> dict[str, Steps]:
-    """The steps of each program, from rounds in which every program took a step; the first round is warm-up and left
-    out.
-    """
+    """The steps of each program, from rounds in which every program took one; the first round is left out."""
     return {program: [taken[program] for taken in rounds[1:]] for program in (rounds[0] if rounds else ())}
 
 
@@ -33,8 +31,7 @@ def check_tokens(steps: Mapping[str, Steps], tokens: int) -> None:
 
 
 def whole_steps(steps: Mapping[str, Steps], floors: Mapping[str, float]) -> dict[str, Any]:
-    """A whole step of each program, the ratio of the fastest rival to Lockstep, and Lockstep's phases divided by
-    their floors.
+    """A whole step of each program, the fastest rival's ratio to Lockstep, and Lockstep's phases over their floors.
 
     Args:
         floors: seconds by phase of Lockstep's step.

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config.run import has_fast_bf16
+from lockstep.devices import has_fast_bf16
 
 # The 135M model: the weights that multiply every token, and those that multiply only a predicting token.
 _TRUNK, _HEAD = 106_168_320, 28_311_552
@@ -25,9 +25,7 @@ _WEIGHTS = _TRUNK + _HEAD + 35_136
 
 
 def measure_machine() -> dict[str, Any]:
-    """Operations per second of a large matrix product, and bytes per second to and from memory: the best of several
-    tries.
-    """
+    """Operations per second of a large matrix product, bytes per second to and from memory: the best of several."""
     return {
         "name": cpu_name(),
         "cores": os.cpu_count(),

@@ -307,9 +307,7 @@ def recorded_engine(model: str, dtype: str, path: Path) -> Any:
 
 
 class TRL:
-    """TRL's GRPOTrainer with its fastest settings on this machine: no gradient checkpointing, and transformers
-    generates.
-    """
+    """TRL's GRPOTrainer with its fastest settings here: no gradient checkpointing, and transformers generates."""
 
     def __init__(self, work: Any, model: str, dtype: str, rollouts: Path | None, program: str) -> None:
         from trl import GRPOConfig, GRPOTrainer

@@ -1,6 +1,4 @@
-"""Draws how a step grows: milliseconds per sampled token, by phase, over the number of completions and over their
-length.
-"""
+"""Draws how a step grows: milliseconds per sampled token, by phase, over number and length of completions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Compare a whole training step of Lockstep with TRL's on the same work, in turn, and measure how Lockstep's step
-grows.
+"""Compare a whole training step of Lockstep with TRL's on the same work, in turn, and how Lockstep's step grows.
 
     make bench                                         (two cores: some hours; quiet machine)
     make bench ARGS="--parts short learning-short"     (ten minutes)
@@ -29,7 +28,7 @@ from benchmarks.against_trl.plot import drawing
 from benchmarks.against_trl.tool_model import make_tool_model
 from benchmarks.against_trl.workloads import make_model, workload
 from lockstep.cli.process import kernel_setting, with_tunables
-from lockstep.config.run import has_fast_bf16
+from lockstep.devices import has_fast_bf16
 
 GROWTH = [f"completions-{n}" for n in (8, 16, 32, 64, 128, 256)] + [
     f"length-{n}" for n in (32, 64, 128, 256, 512, 1024)

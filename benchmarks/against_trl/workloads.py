@@ -1,5 +1,4 @@
-"""The input of both programs: a model that never ends early, prompts of known length, a reward, and rollouts to learn
-from.
+"""The input of both programs: a model that never ends early, prompts of known length, a reward, and rollouts.
 
 Made by `run.py` in a folder of its own; read by the programs of `play.py`.
 """
@@ -122,9 +121,7 @@ def prompts(work: Workload, model: str) -> list[Any]:
 
 
 def _questions(tokenizer: Any, work: Workload) -> list[Any]:
-    """The prompts of a model that calls a tool; with their length, if the workload has one, counted by the chat
-    template.
-    """
+    """The prompts of a model that calls a tool; with their length, if it is given, counted by the chat template."""
     shown = {"tools": [tool(work)], "add_generation_prompt": True}
 
     def length(asked: list[dict[str, str]]) -> int:

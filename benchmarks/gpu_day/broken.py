@@ -477,8 +477,7 @@ _FOLDERS += ("images", "shards", "tokens", "tasks", "environments")
 
 
 def suite(sizes: Sizes) -> Iterator[Row]:
-    """The project's own tests on this device, without vLLM, by outcome; and each failure with its innermost line of
-    Lockstep.
+    """The project's own tests on this device, without vLLM, by outcome; each failure with its innermost line of ours.
 
     The variable `GPU_DAY_TESTS` may name a file with one test per line; then only these run.
     """

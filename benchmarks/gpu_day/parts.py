@@ -90,9 +90,7 @@ def machine(sizes: Sizes) -> Iterator[Row]:
 
 
 def attention(sizes: Sizes) -> Iterator[Row]:
-    """Attention of one layer over a pack: by blocks and by FlexAttention, compared with SDPA in float32 with a dense
-    mask.
-    """
+    """Attention of one layer over a pack: by blocks and by FlexAttention, beside SDPA in float32 with a dense mask."""
     from benchmarks.learning.long_context import KINDS, one_pack
     from lockstep.learn.attention import flex as flex_attention
     from lockstep.learn.attention.blocks import TreeAttention
@@ -390,9 +388,7 @@ def host(sizes: Sizes) -> Iterator[Row]:
 
 
 def limits(sizes: Sizes) -> Iterator[Row]:
-    """Training runs with the transformers engine and every proof on: the parity gap beside its limits, and one
-    fault.
-    """
+    """Training runs with the transformers engine and every proof: the gap beside its limits, and one fault."""
     from benchmarks.proofs.false_alarms import clean_steps
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,4 @@
-"""The part `push` of `make gpu-day`: weights go from this process to a second one, on the same GPU and on a GPU of
-its own.
+"""The part `push` of `make gpu-day`: weights go to a second process, on the same GPU and on one of its own.
 
 NCCL accepts no two processes on one GPU. With one GPU, only a group of one process is made, which broadcasts to
 itself. In a rehearsal on a CPU, gloo takes the place of NCCL, and CUDA IPC is not measured.

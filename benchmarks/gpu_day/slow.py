@@ -41,9 +41,7 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 
 def sdpa(sizes: Sizes) -> Iterator[Row]:
-    """Attention of one layer over packs whose lengths were never seen, forward and backward; and again over the same
-    pack.
-    """
+    """Attention of one layer over packs of new lengths, forward and backward; and again over the same pack."""
     from lockstep.learn.attention import flex as flex_attention
     from lockstep.learn.attention.blocks import TreeAttention
 
@@ -224,9 +222,7 @@ SHAPE_HALF_B = {
 
 
 def timeline(sizes: Sizes) -> Iterator[Row]:
-    """The learning half of a step of a model of 0.5B, by phase; kernels and how long the GPU computes; beside TRL's
-    step.
-    """
+    """The learning half of a 0.5B model's step, by phase; kernels, how long the GPU computes; beside TRL's step."""
     from benchmarks.against_trl import play
     from benchmarks.against_trl.workloads import workload, write_rollouts
 

@@ -1,5 +1,4 @@
-"""Measure whether a training step is slower after the trainer has waited: steps of workload `short`, a wait, and
-steps again.
+"""Measure whether a step is slower after the trainer has waited: steps of workload `short`, a wait, steps again.
 
     make waiting                                        (ten minutes, on a quiet machine)
     make waiting ARGS="--wait 30 --memory kept"
@@ -33,7 +32,7 @@ from benchmarks.against_trl.answering import PLAY, AnsweringProcess
 from benchmarks.against_trl.floors import cpu_name
 from benchmarks.against_trl.workloads import make_model
 from lockstep.cli.process import kernel_setting, with_tunables
-from lockstep.config.run import has_fast_bf16
+from lockstep.devices import has_fast_bf16
 
 MEMORY = ("returned", "kept")
 _REPORTED = Path("/sys/module/page_reporting/parameters")

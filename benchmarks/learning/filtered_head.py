@@ -1,5 +1,4 @@
-"""Compare forward and backward over kept ids with those over the whole vocabulary, for the output head and for the
-whole model.
+"""Compare forward and backward over kept ids with the whole vocabulary, for the head and for the whole model.
 
     make filtered-head                       (two minutes)
     make filtered-head ARGS="--rows 2048"
@@ -77,9 +76,7 @@ def main() -> None:
 
 @torch.no_grad()
 def states(rows: int) -> tuple[Any, torch.Tensor, int, torch.Tensor, torch.Tensor]:
-    """The model, its completions, their start, and for each sampled token the hidden state (rows, width) and logits
-    (rows, V).
-    """
+    """The model, its completions, their start; per sampled token, hidden state (rows, width), logits (rows, V)."""
     path = resolve_model("smollm2-135m-instruct")
     model, tokenizer = (
         load_files(AutoModelForCausalLM, path, dtype=torch.float32),
@@ -144,9 +141,7 @@ def whole(head: torch.nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, en
 def learning(
     model: Any, sampled: torch.Tensor, start: int, kept: KeptSets | None, targets: torch.Tensor
 ) -> Way:
-    """Learning with the whole model: over the sampled ids, or with kept sets over ids that were drawn from these
-    sets.
-    """
+    """Learning with the whole model: over the sampled ids, or with kept sets over ids drawn from these sets."""
     length, sequences = sampled.shape[1] - start, []
     for i, row in enumerate(sampled.numpy()):
         own = slice(i * length, (i + 1) * length)

@@ -1,5 +1,4 @@
-"""Measure forward and backward over packs of up to 32,768 tokens: peak memory, time per token, and the error of the
-gradients.
+"""Measure forward and backward over packs of up to 32,768 tokens: memory, time per token, gradients' error.
 
     make long-context                          (one core: about four minutes)
     make long-context ARGS="--longest 8192"    (a quick look)
@@ -166,9 +165,7 @@ def compared(kind: str, size: int) -> dict[str, float]:
 
 
 def growth(points: Sequence[dict[str, Any]]) -> float:
-    """Seconds per operation at the longest pack, divided by seconds per operation at a pack of an eighth of its
-    size.
-    """
+    """Seconds per operation at the longest pack, divided by those at a pack of an eighth of its size."""
     first, last = points[-4], points[-1]
     return (last["seconds"] / last["operations"]) / (first["seconds"] / first["operations"])
 

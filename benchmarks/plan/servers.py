@@ -1,5 +1,4 @@
-"""Simulates vLLM servers that sample the completions of a step: how many sequences decode together, and when the last
-one ends.
+"""Simulates vLLM servers that sample the completions of a step: how many decode together, when the last one ends.
 
 `run.py` uses it. A decoding step reads the weights once and the keys and values of every running sequence. It also
 computes one token per sequence. The slower of the two decides how long the step takes. A sequence waits until there
@@ -25,9 +24,7 @@ _BYTES = 2
 
 @dataclass(frozen=True)
 class Gpu:
-    """Figures of a data sheet: bfloat16 operations per second without sparsity, bytes per second and bytes of its
-    memory.
-    """
+    """Figures of a data sheet: bfloat16 operations per second without sparsity, bytes per second, and memory."""
 
     compute: float
     memory_rate: float
@@ -49,9 +46,7 @@ class Model:
         return 2 * _BYTES * self.layers * self.keys
 
     def narrowest(self, gpu: Gpu) -> int:
-        """The number of GPUs of the smallest server: a power of two, so large that the weights take at most half of
-        its memory.
-        """
+        """The number of GPUs of the smallest server: a power of two; weights take at most half of its memory."""
         width = 1
         while _BYTES * self.parameters > _MEMORY_SHARE * width * gpu.memory / 2:
             width *= 2

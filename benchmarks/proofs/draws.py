@@ -1,5 +1,4 @@
-"""Print how many tokens the draws proof needs to notice each fault of sampling, and how often it stops samples
-without a fault.
+"""Print how many tokens the draws proof needs for each fault of sampling, and how often it stops clean samples.
 
     make draws                                     (the packaged 135M model; a quarter of an hour on two busy cores)
     make draws ARGS="--model DIR --completions 8 --length 16"
@@ -134,9 +133,7 @@ def better_of_two(clean: TokenDraws, generator: np.random.Generator) -> TokenDra
 
 
 def log_payoffs(draws: TokenDraws) -> Values:
-    """(bets, completions, length) logarithm of what each bet pays at each token, if both sides compute in fp32
-    without a gap.
-    """
+    """(bets, completions, length) logarithm of what each bet pays at each token, in fp32 on both sides, no gap."""
     return np.stack([bet.log_ratios(draws) for bet in BETS.values()]) - SLACK
 
 
@@ -153,8 +150,7 @@ def evidence_along(pays: Values) -> Values:
 def stopping_points(
     draws: TokenDraws, orders: int, generator: np.random.Generator, *, again: bool
 ) -> tuple[list[float], Values]:
-    """The token at which the proof stops each order of the completions (inf: never), and the (orders, tokens) values
-    of Z.
+    """The token at which the proof stops each order of completions (inf: never), and the (orders, tokens) values of Z.
 
     Args:
         again: whether a completion may occur several times in one order.

@@ -1,5 +1,4 @@
-"""Count false alarms: how often a proof stops a sync or a training step that has no fault ("clean"), with every proof
-on.
+"""Count false alarms: how often a proof stops a sync or a step that has no fault ("clean"), with all proofs on.
 
     make false-alarms       (500 syncs of the 135M model, 500 steps of a tiny model, real vLLM; 15 minutes on two cores)
     make false-alarms ARGS="--dtype bfloat16 --syncs 0 --step-models qwen2 qwen3 llama"

@@ -168,9 +168,7 @@ def measure(steps: int, folder: str, fields: list[str], tokens: int = 0) -> list
 
 
 def shares(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of the seconds per step, and the proofs' share of the sync and of the whole step, in total and by
-    proof.
-    """
+    """Medians of the seconds per step, and the proofs' share of the sync and of the step, in total and by proof."""
 
     def median(part: Callable[[dict[str, Any]], float]) -> float:
         return statistics.median(part(row) for row in rows)

@@ -115,9 +115,7 @@ class Seconds:
 
 
 def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
-    """The counted functions: name of the proof, owner of the functions, their names, and a function that tells when
-    they count.
-    """
+    """The counted functions: the proof's name, their owner, their names, and a function that tells when they count."""
     import torch
 
     import lockstep.contract.inbox as inbox

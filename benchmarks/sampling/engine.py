@@ -49,9 +49,7 @@ def main() -> None:
 
 
 def started(model: str, setting: dict[str, Any]) -> tuple[Any, float]:
-    """An engine after a first push of the model's weights, and the seconds that the engine took to start, without the
-    push.
-    """
+    """An engine after a first push of the model's weights, and the seconds that it took to start, without the push."""
     from lockstep.config.run import engine_dtype
     from lockstep.engines.vllm.in_process import VLLMInProcess
     from lockstep.models.policy import load_policy

@@ -106,9 +106,7 @@ def measure(engine: Any, model: str, settings: dict[str, float], rounds: int) ->
 
 
 def wire(lists: Sequence[bytes], tokens: int) -> dict[str, float]:
-    """Bytes per token of a server's JSON lists, and of the same ids as int32 in base64; and microseconds per token to
-    read them.
-    """
+    """Bytes per token of a server's JSON lists, and of int32 in base64; and microseconds per token to read them."""
     start = time.perf_counter()
     read = [msgspec.json.decode(text) for text in lists]
     seconds = time.perf_counter() - start

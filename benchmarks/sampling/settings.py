@@ -167,9 +167,7 @@ class Engine(AnsweringProcess):
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of an engine: that of a `lockstep` command, with a compile cache that only the engines of this
-    part use.
-    """
+    """The environment of an engine: a `lockstep` command's, with a compile cache for the engines of this part."""
     caches = {"VLLM_CACHE_ROOT": str(folder / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     given = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **caches}
     return with_tunables(given, kernel_setting()) or given

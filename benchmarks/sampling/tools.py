@@ -1,5 +1,4 @@
-"""Compare the time of rollouts with tools with the least possible time ("floor"), and a training step with tools with
-TRL's step.
+"""Compare the time of rollouts with tools with the least possible ("floor"), and a step with tools with TRL's step.
 
     make tools                                   (two cores, on a quiet machine)
     make tools ARGS="--parts waits turns --rounds 2"
@@ -373,9 +372,7 @@ def with_barriers(computing: float, waits: Sequence[Sequence[float]]) -> float:
 
 
 def waits_figures(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Medians over the rounds: the wall time, the times that it is compared with, and its ratios to the chain and to
-    the floor.
-    """
+    """Medians over the rounds: the wall time, what it is compared with, and its ratios to the chain and the floor."""
     chains = [own["wall_s"] / own["chain_s"] for own in rounds]
     ratios = [own["wall_s"] / max(own["chain_s"], own["computing_s"]) for own in rounds]
     return {
@@ -394,9 +391,7 @@ def waits_figures(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def turns_figures(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Medians over the rounds: sampled tokens per second with turns and without, and the share (with turns /
-    without).
-    """
+    """Medians over the rounds: sampled tokens per second with turns and without, and the share (with / without)."""
     shares = [own["single_s"] / own["turns_s"] for own in rounds]
     return {
         "turns_tokens_per_s": statistics.median(own["sampled"] / own["turns_s"] for own in rounds),

@@ -1,5 +1,4 @@
-"""Compare the two ways to send a LoRA adapter to the engine: packaged model, rank 16 on every linear layer.
-(docs/guides/lora.md)
+"""Compare the two ways to send a LoRA adapter to the engine: packaged model, rank 16. (docs/guides/lora.md)
 
     python -m benchmarks.servers.adapter_push                    (transformers engine: the parts of a merged push, in
     fp32) python -m benchmarks.servers.adapter_push --engine vllm      (merged weights, compared with the adapter

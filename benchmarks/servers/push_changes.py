@@ -1,5 +1,4 @@
-"""Measure bytes and seconds per push, if only changed elements are sent and if all weights are sent.
-(docs/internals/sync.md)
+"""Measure bytes and seconds per push of changed elements and of all weights. (docs/internals/sync.md)
 
     make push-changes      (real vLLM server in bf16, SmolLM2-135M; about five minutes on two cores)
 

@@ -210,9 +210,7 @@ def _programs(checkout: Path, folder: Path) -> dict[str, str]:
 
 
 def _run(module: str, name: str, tokenizer: Any, snapshot: Path) -> None:
-    """Run TRL's program for one model, with what it would read from a hub given here, and write the model and its
-    tokenizer.
-    """
+    """Run TRL's program for one model, with what it would read from a hub, and write the model and its tokenizer."""
     family = re.sub(r"For[A-Z]\w*$", "", name.split("-")[1])
     kind = getattr(transformers, name.split("-")[1], None)
     common = importlib.import_module("generate_tiny_models._common")

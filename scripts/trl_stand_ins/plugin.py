@@ -166,9 +166,7 @@ def parse_tokenizers_once() -> None:
 
 
 def skip_liger_without_gpu() -> None:
-    """Skip tests that train with Liger's kernels, if there is no GPU: they would stay in the process and fail every
-    later test.
-    """
+    """Skip tests that train with Liger's kernels without a GPU: they would stay in the process and fail later tests."""
     import torch
     from transformers import Trainer
 

@@ -46,10 +46,8 @@ async def call(
         UnboundedAnswer: the answer is larger, or compressed.
     """
     asked = {"accept-encoding": "identity", **(headers or {})}
-    async with (
-        asyncio.timeout(seconds),
-        client.stream(method, url, headers=asked, timeout=None, **rest) as answer,
-    ):
+    streamed = client.stream(method, url, headers=asked, timeout=None, **rest)
+    async with asyncio.timeout(seconds), streamed as answer:
         if answer.headers.get("content-encoding", "identity").lower() != "identity":
             raise UnboundedAnswer("sent a compressed answer")
         limit, body = most(answer), bytearray()

@@ -64,12 +64,11 @@ class Connection:
             EngineLost: a server was lost; call the error's `recover()` and update again.
         """
         if model is not self._model:
-            check_settings(
-                expected_settings(model, None, self.settings().dtype, min_model_len=2), self.settings()
-            )
+            settings = self.settings()
+            check_settings(expected_settings(model, None, settings.dtype, min_model_len=2), settings)
             extension = load(PUSHES["vllm_enable_lora"]) if self._enable_lora else PushExtension
             self._pusher = ProvenPusher(
-                model, self.engine, self.settings().dtype, Precision(None), extension=extension
+                model, self.engine, settings.dtype, Precision(None), extension=extension
             )
             self._model = model
         assert self._pusher is not None

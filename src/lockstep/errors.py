@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import shutil
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
@@ -24,26 +25,29 @@ class LockstepError(RuntimeError):
         super().__init__(*(visible(masked(text)) if isinstance(text, str) else text for text in said))
 
 
+# Characters of a sentence, and how many of them stand at its beginning where its middle is left out.
+_LONGEST, _BEGINNING = 500, 300
+
+
+def shortened(text: str) -> str:
+    """A text that may quote a long input, with its beginning and its end."""
+    return text if len(text) <= _LONGEST else f"{text[:_BEGINNING]} … {text[_BEGINNING + 3 - _LONGEST :]}"
+
+
 class InputError(LockstepError, ValueError):
     """Invalid input from outside: a config field, a dataset, a model directory or a reward function."""
 
+    def __init__(self, *said: object) -> None:
+        super().__init__(*said)
+        self.args = tuple(shortened(text) if isinstance(text, str) else text for text in self.args)
+
 
 def check_extra(what: str, extra: str, *modules: str) -> None:
-    """Refuse what needs the packages of an extra, where they are not installed. Imports none of them.
-
-    Args:
-        what: what the user has asked for.
-        extra: the extra of pyproject.toml that brings the packages.
-        modules: the modules that the packages bring.
-
-    Raises:
-        InputError: a module cannot be found. The message has the command that installs it.
-    """
+    """Refuse what a user has asked for where the modules of an extra of pyproject.toml are missing. Imports none."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
-        raise InputError(
-            f"{what}: {' and '.join(missing)} cannot be imported here; run pip install 'lockstep-rl[{extra}]'"
-        )
+        found = f"{' and '.join(missing)} cannot be imported here"
+        raise InputError(f"{what}: {found}; run pip install 'lockstep-rl[{extra}]'")
 
 
 class Interrupted(LockstepError):
@@ -115,11 +119,7 @@ class ProofError(LockstepError):
 
 @contextmanager
 def names_path(path: PathLike[str]) -> Iterator[None]:
-    """Within the block, an OSError that names no file names this one. A write to a full disk, for example, names none.
-
-    Raises:
-        OSError: the error, with the path.
-    """
+    """Within the block, an OSError that names no file, such as that of a write to a full disk, names this one."""
     try:
         yield
     except OSError as error:
@@ -133,15 +133,8 @@ def writing(what: str, folder: PathLike[str], otherwise: Callable[[], str] = str
     """Within the block, libraries write files. Whatever they raise if they cannot is one error, of one line.
 
     Python's files, safetensors, tokenizers and torch raise four different kinds when a disk is full: tokenizers a
-    bare `Exception`, torch a `RuntimeError` that names no file.
-
-    Args:
-        what: what is written.
-        folder: the directory that it is written to. It need not exist.
-        otherwise: returns what else the reader should know, as a part of a sentence; empty: nothing.
-
-    Raises:
-        LockstepError: the files cannot be written, usually because the disk is full.
+    bare `Exception`, torch a `RuntimeError` that names no file. `otherwise` returns what else the reader should know,
+    as a part of a sentence. The folder need not exist.
     """
     from safetensors import SafetensorError
 
@@ -155,33 +148,27 @@ def writing(what: str, folder: PathLike[str], otherwise: Callable[[], str] = str
             raise
         place = next(place for place in (Path(folder), *Path(folder).absolute().parents) if place.exists())
         free = shutil.disk_usage(place).free / 2**30
-        why = one_line(error)
-        more = "".join(f"; {text}" for text in [otherwise()] if text)
+        why = "; ".join(filter(None, [one_line(error), otherwise()]))
         raise LockstepError(
-            f"{what} could not be written ({free:.1f} GiB free in {folder}): {why}{more}"
+            f"{what} could not be written ({free:.1f} GiB free in {folder}): {why}"
         ) from error
 
 
 # The part of a library's text that an error quotes. Some libraries print whole configurations.
-_QUOTED = 600
+_QUOTED = 300
 _PACKAGES = ("site-packages/", "dist-packages/")
 
 
 @contextmanager
 def foreign_errors(what: str, kind: type[LockstepError] = LockstepError) -> Iterator[None]:
-    """Within the block, an engine or a library works.
-
-    Whatever it raises becomes one line with its type, its text and its place.
+    """Within the block, whatever an engine or a library raises becomes one line: its type, its text and its place.
 
     It may also stand above a function as its decorator. The library's own error, with its traceback, is the new
-    error's cause.
+    error's cause. Errors of Lockstep go on unchanged.
 
     Args:
         what: what has failed then, as the beginning of a sentence: "vLLM cannot load MODEL".
         kind: the error that is raised; `InputError` if the user can correct it.
-
-    Raises:
-        LockstepError: the block raised an error of another kind. Errors of Lockstep go on unchanged.
     """
     try:
         yield
@@ -205,12 +192,27 @@ def told(error: Exception) -> str:
     return f"{type(error).__name__}: {text} ({file}:{place.lineno}, {place.line or place.name})"
 
 
-def quoted(error: BaseException) -> str:
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """A question that names the closest of the known names; empty if none is close."""
+    close = difflib.get_close_matches(given, list(known), 1)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
+def no_choice(given: str, choices: Sequence[str], what: str) -> str:
+    """The end of an error about a text that is none of the choices: the closest one, and all of them."""
+    return f"{did_you_mean(given, choices)} The {what} are: {', '.join(choices)}".strip()
+
+
+def quoted(error: BaseException, most: int = _QUOTED) -> str:
     """The text of an error of a user's code in one line, as far as a reader needs it. The error itself is the cause."""
     text = one_line(error)
-    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]} … ({len(text):,} characters in all)"
+    return text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters in all)"
 
 
 def one_line(error: BaseException) -> str:
     """The text of an error in one line, without the list of native frames in which PyTorch's text may end."""
-    return " ".join(str(error).partition("\nframe #")[0].split())
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  the error is of a user's own class
+        text = "without a text"
+    return " ".join(text.partition("\nframe #")[0].split())

@@ -1,6 +1,4 @@
-"""What the core asks of extras by name: where each thing stands, as `module:attribute`.
-
-It is imported when it is asked for.
+"""What the core asks of extras by name: where each thing stands, as `module:attribute`, imported when it is asked for.
 
 An extra is a folder of `lockstep.extras`. It may import everything, and nothing of the core imports it. A run that
 asks for no extra needs none of their packages.
@@ -60,11 +58,7 @@ WORKERS: dict[str, str] = {
 }
 
 # The extra of `pip install 'lockstep-rl[EXTRA]'` that brings the packages of a folder of `lockstep.extras`.
-_PIP_EXTRAS = {
-    "agents": "gateway",
-    "environments": "textarena",
-    "deepspeed": "deepspeed",
-}
+_PIP_EXTRAS = {"agents": "gateway", "environments": "textarena", "deepspeed": "deepspeed"}
 
 
 def asked(table: Mapping[str, str], options: object) -> list[Any]:
@@ -73,11 +67,7 @@ def asked(table: Mapping[str, str], options: object) -> list[Any]:
 
 
 def load(place: str) -> Any:
-    """What stands at `module:attribute`.
-
-    Raises:
-        InputError: a package that the extra needs is not installed.
-    """
+    """What stands at `module:attribute`. A package that the extra lacks is named with the command that installs it."""
     module, _, name = place.partition(":")
     try:
         return getattr(import_module(module), name)
@@ -86,7 +76,5 @@ def load(place: str) -> Any:
         missing = (error.name or "").partition(".")[0]
         if missing == "lockstep" or folder not in _PIP_EXTRAS:
             raise
-        raise InputError(
-            f"lockstep.extras.{folder} needs {missing}, not installed here: pip install "
-            f"'lockstep-rl[{_PIP_EXTRAS[folder]}]'"
-        ) from error
+        found = f"lockstep.extras.{folder} needs {missing}, not installed here"
+        raise InputError(f"{found}: pip install 'lockstep-rl[{_PIP_EXTRAS[folder]}]'") from error

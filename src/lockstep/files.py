@@ -1,8 +1,7 @@
-"""Writes files so that each has its whole old content or its whole new content, also after a kill, a full disk or a
-crash.
+"""Writes files. Each has its whole old content or its whole new content, also after a kill, a full disk or a crash.
 
-Every file of a run is written by these functions. `tests/run/test_every_write.py` finds code that writes in
-another way.
+Every file of a run is written by these functions. `tests/run/test_every_write.py` finds code that writes in another
+way.
 """
 
 from __future__ import annotations
@@ -31,14 +30,10 @@ _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Within the block, the new content of a file is written.
+    """Within the block, the new content of a file is written. At its end it replaces the old one in one step.
 
-    At the end of the block it replaces the old one in one step.
-
-    What is not a regular file, such as a pipe or a terminal, is written to directly.
-
-    Raises:
-        OSError: the content cannot be written, for example because the disk is full. The file is unchanged.
+    What is not a regular file, such as a pipe or a terminal, is written to directly. After an OSError, for example
+    because the disk is full, the file is unchanged.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         with names_path(path), path.open("wb") as file:
@@ -60,12 +55,42 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def check_writable(path: Path) -> None:
-    """Try whether `replacing` can write a file. Nothing is changed.
+def what_is_at(path: Path) -> str:
+    """What there is in place of a file or folder that was asked for, as the end of a sentence."""
+    try:
+        if path.is_dir():
+            return "is a directory"
+        if path.is_file():
+            return "is a file"
+        if path.exists():
+            return "is neither a file nor a directory"
+        return "is a link to nothing" if path.is_symlink() else "does not exist"
+    except (OSError, ValueError) as error:
+        return f"cannot be looked at ({getattr(error, 'strerror', error)})"
+
+
+# Files that hold settings have a few KiB.
+_LARGEST_SETTINGS = 1 << 20
+
+
+def read_settings(path: Path) -> str:
+    """The text of a file in which a user has written settings. A device (/dev/zero) may have no end.
 
     Raises:
-        InputError: it cannot.
+        OSError: it is no file, has more than 1 MiB, or cannot be read.
+        ValueError: it is not UTF-8.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is not a file", str(path))
+    with path.open("rb") as opened:
+        found = opened.read(_LARGEST_SETTINGS + 1)
+    if len(found) > _LARGEST_SETTINGS:
+        raise OSError(errno.EFBIG, "has more than 1 MiB", str(path))
+    return found.decode()
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that `replacing` cannot write. Nothing is changed."""
     if path.is_dir():
         raise InputError(f"{path} is a directory; give the name of a file to write")
     target = path.resolve() if "\0" not in str(path) else path
@@ -81,11 +106,7 @@ def check_writable(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file's text in one step.
-
-    Raises:
-        OSError: the content cannot be written. The file is unchanged.
-    """
+    """Replace a file's text in one step. After an OSError it is unchanged."""
     with replacing(path) as file:
         file.write(text.encode())
 
@@ -105,14 +126,9 @@ def without_nan(value: Any) -> Any:
 
 
 def append_line(path: Path, line: str, *, durable: bool = False) -> None:
-    """Append a line to a log. If that fails, the log is as it was before.
+    """Append a line to a log. After an OSError, the log is as it was before.
 
-    Args:
-        durable: whether the line must be on the disk when the function returns, so that a crash of the machine does
-            not lose it.
-
-    Raises:
-        OSError: the line cannot be written.
+    A durable line is on the disk when the function returns, so that a crash of the machine does not lose it.
     """
     data = f"{line}\n".encode()
     with names_path(path), path.open("ab", buffering=0) as file:
@@ -130,11 +146,7 @@ def append_line(path: Path, line: str, *, durable: bool = False) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring every file of a folder to the disk.
-
-    Raises:
-        OSError: the disk is full, or fails.
-    """
+    """Bring every file of a folder to the disk."""
     for place, _, names in os.walk(folder):
         for name in names:
             _sync(Path(place) / name)
@@ -142,16 +154,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def publish_folder(made: Path, place: Path) -> None:
-    """Give a finished folder its name.
+    """Give a finished folder on the same file system its name, which nothing has yet.
 
     A folder with that name is whole at every moment, also after a crash of the machine.
-
-    Args:
-        made: the folder, on the same file system.
-        place: its name; nothing has this name yet.
-
-    Raises:
-        OSError: the files cannot be brought to the disk.
     """
     sync_folder(made)
     made.rename(place)
@@ -160,13 +165,7 @@ def publish_folder(made: Path, place: Path) -> None:
 
 @contextmanager
 def making_folder(place: Path) -> Iterator[Path]:
-    """Within the block, a folder is filled under another name beside its place.
-
-    At the end of the block it gets its name.
-
-    Raises:
-        OSError: the files cannot be brought to the disk. There is no folder.
-    """
+    """Within the block, a folder is filled under another name. At its end it gets its name; an error removes it."""
     made = place.with_name(f".{place.name}.new")
     # A kill may have left it.
     shutil.rmtree(made, ignore_errors=True)
@@ -183,14 +182,8 @@ def making_folder(place: Path) -> Iterator[Path]:
 def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """Within the block, a new folder that only this user can open. At its end the folder is removed.
 
-    At its beginning the folders of this prefix are removed whose owners were killed: nobody holds their lock.
-
-    Args:
-        prefix: the beginning of the folder's name.
-        parent: where it is made; None: in the temporary folder of this machine.
-
-    Raises:
-        OSError: it cannot be made.
+    At its beginning the folders of this prefix are removed whose owners were killed: nobody holds their lock. Without
+    a parent they are in the temporary folder of this machine.
     """
     place = Path(tempfile.gettempdir()) if parent is None else parent
     for left in place.glob(f"{prefix}*"):
@@ -209,11 +202,7 @@ def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
 
 
 def folder_until_exit(prefix: str) -> Path:
-    """A folder as `temporary_folder` makes it, which is removed when this process ends.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """A folder as `temporary_folder` makes it, which is removed when this process ends."""
     until_exit, owner = ExitStack(), os.getpid()
     made = until_exit.enter_context(temporary_folder(prefix))
     atexit.register(lambda: until_exit.close() if os.getpid() == owner else None)
@@ -232,10 +221,7 @@ def _remove_dead(folder: Path) -> None:
 
 
 def free_name(wanted: Path) -> Path:
-    """The path itself if it does not exist, else the first of `NAME-2`, `NAME-3`, … that does not exist.
-
-    The suffix is kept.
-    """
+    """The path itself, or the first of `NAME-2`, `NAME-3`, … with its suffix that does not exist."""
     path, number = wanted, 2
     while os.path.lexists(path):
         path = wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}")

@@ -18,14 +18,9 @@ _NOT_TRUSTED = {"trust_remote_code": False}
 
 
 def load_files(kind: Any, path: str, **arguments: Any) -> Any:
-    """What `kind.from_pretrained` makes of a model's files.
+    """What `from_pretrained` of a class of transformers, such as `AutoConfig`, makes of a model's files.
 
     If transformers itself has the class that the files ask for, it takes its own class, whatever else `auto_map` names.
-
-    Args:
-        kind: a class of transformers, such as `AutoConfig`.
-        path: directory or hub id.
-        arguments: further arguments of `from_pretrained`.
 
     Raises:
         InputError: the files need code that comes with them.
@@ -72,8 +67,7 @@ def load_adapter(model: Any, path: str) -> tuple[Any, Any]:
 
 @contextmanager
 def code_refused() -> Iterator[None]:
-    """Inside the context, transformers refuses a model's own code where another library loads files and does not say
-    so.
+    """Inside the context, transformers refuses a model's own code where another library loads files.
 
     vLLM makes parts of some models from their configs without `trust_remote_code`.
     """
@@ -93,7 +87,6 @@ def _about_code(error: ValueError, path: str) -> ValueError:
     if isinstance(error, InputError) or "trust_remote_code" not in str(error):
         return error
     return InputError(
-        f"{path} needs custom code that comes with its files, and Lockstep does not run such code "
-        f"(trust_remote_code is always "
-        "False): give a model whose classes are part of the installed transformers"
+        f"{path} needs custom code that comes with its files, and Lockstep does not run such code (trust_remote_code "
+        "is always False): give a model whose classes are part of the installed transformers"
     )

@@ -1,17 +1,13 @@
 """Folders of the user alone: the home directory, and the caches from which libraries execute what they compiled before.
 
-The home directory: `~` in the names that a user gives, and a place for the caches of a user who has no home.
-
 Containers often run as a user id without a name, without HOME, or with a HOME such as `/` that cannot be written.
-Python and many libraries raise there, each in its own way. `private_caches.use_private_caches` sets the variables
-before a library reads them.
-
-Folders from which libraries execute what they have compiled before: no other user can change what is in them.
+Python and many libraries raise there, each in its own way.
 
 PyTorch's compiler keeps pickles and shared objects in `torchinductor_<user>` in the shared temporary folder, and
 whoever makes that folder first chooses what a run executes. Such a folder gets a place in the user's own cache. Other
-libraries use a folder in the home directory, or where a variable says. These folders are checked. Commands and
-trainers do it before a library reads a variable, and child processes, such as a server's, inherit the variables.
+libraries use a folder in the home directory, or where a variable says. These folders are checked.
+
+`use_private_caches` sets the variables before a library reads them. Child processes, such as a server's, inherit them.
 """
 
 from __future__ import annotations
@@ -34,27 +30,16 @@ _NAMES = ("LOGNAME", "USER", "LNAME", "USERNAME")
 
 
 def expanded(name: str) -> Path:
-    """The path that a user means, with `~` written out.
-
-    Raises:
-        InputError: the home directory that `~` stands for is not known.
-    """
+    """The path that a user means, with `~` written out."""
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
-        raise InputError(
-            f"{name}: the home directory that ~ stands for is not known; write the whole path"
-        ) from error
+        why = "the home directory that ~ stands for is not known; write the whole path"
+        raise InputError(f"{name}: {why}") from error
 
 
 def missing_home(given: Mapping[str, str]) -> dict[str, str]:
-    """Variables that a user without a home or a name needs; empty for others.
-
-    A folder that they name is removed at the end.
-
-    Args:
-        given: the environment.
-    """
+    """Variables that a user without a home or a name needs; empty for others. Their folders are removed at the end."""
     made = {}
     try:
         usual = pwd.getpwuid(os.getuid()).pw_dir
@@ -66,17 +51,15 @@ def missing_home(given: Mapping[str, str]) -> dict[str, str]:
     if not home:
         home = made["HOME"] = str(folder_until_exit("lockstep-home-"))
         _logger.warning(
-            "HOME is not set, and this user has no name: converted models and caches go to %s and are not "
-            "kept. Set HOME "
-            "to keep them",
+            "HOME is not set, and this user has no name: converted models and caches go to %s and are not kept. "
+            "Set HOME to keep them",
             home,
         )
     elif not given.get("XDG_CACHE_HOME") and not _is_or_can_be(Path(home, ".cache")):
         made["XDG_CACHE_HOME"] = str(folder_until_exit("lockstep-cache-"))
         _logger.warning(
-            "%s/.cache cannot be made: converted models and caches go to %s and are not kept. Set "
-            "XDG_CACHE_HOME or HOME "
-            "to a folder that can be written",
+            "%s/.cache cannot be made: converted models and caches go to %s and are not kept. Set XDG_CACHE_HOME or "
+            "HOME to a folder that can be written",
             home.rstrip("/"),
             made["XDG_CACHE_HOME"],
         )
@@ -118,11 +101,7 @@ _MOST_LINKS = 40
 
 
 def use_private_caches() -> None:
-    """Set the variables of this process and of its children, after those that a user without a home needs.
-
-    Raises:
-        InputError: others can change a folder that a variable of the environment names.
-    """
+    """Set the variables of this process and of its children, after those that a user without a home needs."""
     os.environ.update(missing_home(os.environ))
     os.environ.update(private_caches(os.environ))
 
@@ -132,9 +111,6 @@ def private_caches(given: Mapping[str, str]) -> dict[str, str]:
 
     Ours are in `$XDG_CACHE_HOME/lockstep/compiled`, by default in `~/.cache`, which is made with mode 0700. If the
     home directory cannot hold such a folder, it is a new temporary folder, which this process removes when it ends.
-
-    Args:
-        given: the environment.
 
     Raises:
         InputError: others can change a folder that a variable of the environment names.
@@ -154,9 +130,8 @@ def private_caches(given: Mapping[str, str]) -> dict[str, str]:
             made[name] = str(_absolute(usual.format(**places), home))
     if unsafe:
         named = given.get(_CACHES, "")
-        ours = _our_folder(
-            _absolute(named or f"{home}/.cache", home) / "lockstep" / "compiled", named=bool(named)
-        )
+        place = _absolute(named or f"{home}/.cache", home) / "lockstep" / "compiled"
+        ours = _our_folder(place, named=bool(named))
         made |= {name: str(ours / name.lower()) for name in unsafe}
     return made
 
@@ -164,11 +139,8 @@ def private_caches(given: Mapping[str, str]) -> dict[str, str]:
 def why_not_private(path: Path) -> str | None:
     """Why another user can change what is in a folder; None: nobody else can, apart from root.
 
-    Every folder and every link on the way to it is examined. A folder that is missing is private if only this user
-    can make it.
-
-    Args:
-        path: an absolute path.
+    Every folder and every link of the absolute path is examined. A folder that is missing is private if only this
+    user can make it.
     """
     rest, place, links = list(reversed(path.parts[1:])), Path("/"), 0
     while rest:
@@ -209,9 +181,8 @@ def _others_write(found: os.stat_result) -> bool:
         own, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(found.st_gid)
     except KeyError:
         return True
-    return (group.gr_gid, group.gr_name) != (own.pw_gid, own.pw_name) or not set(group.gr_mem) <= {
-        own.pw_name
-    }
+    is_own = (group.gr_gid, group.gr_name) == (own.pw_gid, own.pw_name)
+    return not is_own or not set(group.gr_mem) <= {own.pw_name}
 
 
 def _check_named(name: str, value: str, home: str) -> None:
@@ -223,11 +194,8 @@ def _check_named(name: str, value: str, home: str) -> None:
     except OSError as error:
         why = f"it cannot be made ({error.strerror})"
     if why is not None:
-        raise InputError(
-            f"{name}={value}: {why}. A library executes what it finds there: name a folder that only you can "
-            f"change, or unset "
-            f"{name}"
-        )
+        what = "A library executes what it finds there: name a folder that only you can change, or unset"
+        raise InputError(f"{name}={value}: {why}. {what} {name}")
 
 
 def _our_folder(ours: Path, *, named: bool) -> Path:
@@ -242,9 +210,8 @@ def _our_folder(ours: Path, *, named: bool) -> Path:
         why = f"it cannot be made ({error.strerror})"
     if named:
         raise InputError(
-            f"{_CACHES} is set, and {ours} cannot be a folder that only you can change: {why}. A library "
-            f"executes what it finds "
-            f"there: name a folder of your own, or unset {_CACHES}"
+            f"{_CACHES} is set, and {ours} cannot be a folder that only you can change: {why}. A library executes "
+            f"what it finds there: name a folder of your own, or unset {_CACHES}"
         )
     temporary = folder_until_exit("lockstep-compiled-")
     _logger.warning("%s is not used: %s. Compiled code goes to %s and is not kept", ours, why, temporary)

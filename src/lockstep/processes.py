@@ -1,16 +1,12 @@
 """The processes that Lockstep starts: what their environment leaves out, and how they end with their parent.
 
-The environment of the processes that Lockstep starts, without what they must not know.
-
 The key of `lockstep serve` opens weights and caches of a server. A process inherits the environment of the process
 that starts it, and `tests/server/test_child_environment.py` checks that every start in the source chooses one of
 these functions.
 
-Kills processes that this process has started when it ends, also if it is killed itself.
-
 A server's processes, agents, and environments in processes of their own could outlive this process: some wait for a
 call, and an agent may sleep. Each has a process group. A small process knows the groups, and reads from a pipe. The
-kernel closes the other end of the pipe when this process ends, and then the small process kills the groups.
+kernel closes the other end of the pipe when this process ends, also by a kill, and the small process kills the groups.
 """
 
 from __future__ import annotations
@@ -30,16 +26,12 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
 def for_users_code(given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of agents, environments and other code of the user's: all of this process's without the
-    server's key.
+    """The environment of agents and other code of the user's: this process's without the server's key.
 
     Tokens of other services stay, because this code may need them.
     """
-    return {
-        name: value
-        for name, value in (os.environ if given is None else given).items()
-        if name != KEY_VARIABLE
-    }
+    whole = os.environ if given is None else given
+    return {name: value for name, value in whole.items() if name != KEY_VARIABLE}
 
 
 def for_helpers(given: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -76,11 +68,7 @@ class KillAtExit:
         )
 
     def add(self, group: int) -> None:
-        """Kill this process group at the end of this process.
-
-        Args:
-            group: its id, which is the id of its first process.
-        """
+        """Kill this process group at the end of this process. Its id is that of its first process."""
         self._tell(f"+{group}\n")
 
     def remove(self, group: int) -> None:

@@ -1,15 +1,12 @@
 """Says what is going on: work that takes seconds, waits, and lines while nothing else is printed.
 
-- `busy("loading the model")` announces a piece of work when it begins. A watcher shows it: `StatusLine` on a console
-  (a spinner with the seconds on a terminal, plain lines elsewhere; by default on standard error, so that standard
-  output can be piped), or a run's panel. Without a watcher, a script of the user prints a line
-  only about work that lasts.
+- `busy("loading the model")` announces a piece of work when it begins. A watcher shows it: `StatusLine` (a spinner with
+  the seconds on a terminal, plain lines elsewhere), or a run's panel. Without one, only work that lasts gets a line.
 - `Heartbeat` prints a line about the work under way when no line was printed for some seconds: for output to a file
   or a pipe.
 - `waiting("the server to answer", 240.0)` says what a run waits for, from five seconds on. Every bounded wait for
-  another process, another rank or a user's code is such a block, in whichever thread. One thread looks at the open
-  ones. The watcher shows them; without one they go to the log, which a terminal shows (`start_up.py`). Several waits
-  for one thing make one line.
+  another process, another rank or a user's code is such a block, in whichever thread. The watcher shows the open ones;
+  without one they go to the log. Several waits for one thing make one line.
 """
 
 from __future__ import annotations
@@ -38,11 +35,7 @@ _LONGEST = 60.0
 
 
 class Heartbeat:
-    """Calls a function while nothing is printed. The first call of `printed` starts it, `stop` ends it.
-
-    Args:
-        beat: prints a line; called from a thread.
-    """
+    """Calls a function from a thread while nothing is printed. The first `printed` starts it, `stop` ends it."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
         self._beat = beat
@@ -149,9 +142,7 @@ class Waits:
         self.__init__()  # type: ignore[misc]
 
     def lines(self, now: float, least: float) -> dict[str, str]:
-        """Of the waits that last for at least so many seconds: what each is for, and the line about it, the oldest
-        first.
-        """
+        """What each wait of at least so many seconds is for, and the line about it, the oldest first."""
         together: dict[str, list[waiting]] = {}
         # One call of the interpreter, because other threads change the set.
         for wait in sorted(self.open.copy(), key=lambda wait: wait.since):
@@ -196,8 +187,7 @@ class Waits:
 def _line(waits: list[waiting], now: float) -> str:
     first = waits[0]
     several = f" ({len(waits)} times)" if len(waits) > 1 else ""
-    seconds = f"{now - first.since:.0f} s"
-    words = f"{first.what}{several}: {seconds}"
+    words = f"{first.what}{several}: {now - first.since:.0f} s"
     if first.limit is not None:
         words += f" of at most {first.limit:.0f} s"
     return masked(" · ".join(filter(None, [words, first.now()])))
@@ -320,13 +310,11 @@ _watchers: list[Watcher] = []
 
 @contextmanager
 def busy(text: str, detail: Callable[[], str] = str) -> Iterator[None]:
-    """Tell the watcher when a piece of work begins and ends.
+    """Tell the watcher when a piece of work, such as "loading the model", begins and ends.
 
-    Args:
-        text: name of the work, such as "loading the model".
-        detail: returns the progress as text; called several times per second, from another thread.
+    `detail` returns the progress as text. Another thread calls it several times per second.
     """
-    watcher = _watchers[-1] if _watchers else None
+    watcher, text = _watchers[-1] if _watchers else None, " ".join(text.split())
     if watcher is None:
         with waiting(text, now=detail, verb=""):
             yield

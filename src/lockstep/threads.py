@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -68,12 +68,8 @@ class _TooLate(BaseException):
 def call_within(seconds: float, what: str, call: Callable[[], T]) -> T:
     """The result of a call of a reward function or a judge. What it has changed of the process is put back.
 
-    Args:
-        seconds: the time limit, as in `ended_within`.
-        what: what is called, for messages: `reward function NAME`.
-
     Raises:
-        TooSlow: the call took longer.
+        TooSlow: the call took longer than the time limit (`ended_within`).
     """
     try:
         with waiting(what, seconds), process_as_before(what):
@@ -95,12 +91,24 @@ def ended_within(seconds: float, what: str, call: Callable[[], T], *, awaited: b
     Raises:
         OutOfTime: the call took longer.
     """
+    process = os.getpid()
     with _limit(seconds, what, awaited) as is_late:
         try:
             return call()
         except _TooLate:
             is_late.set()
+        finally:
+            if os.getpid() != process:
+                # The call has forked, and the copy came back: it would go on with the run a second time.
+                _leave_copy(what)
     raise OutOfTime
+
+
+def _leave_copy(what: str) -> NoReturn:
+    error = sys.exception()
+    why = "" if error is None else f" ({type(error).__name__}: {error})"
+    _logger.error(f"{what} has forked, and did not end the copy of the process{why}: the copy ends here")
+    os._exit(1)
 
 
 def uses_signal(error: BaseException | None) -> bool:
@@ -128,10 +136,8 @@ def _limit(seconds: float, what: str, awaited: bool) -> Iterator[threading.Event
         while not ended.wait(wait):
             wait, attempts = _AGAIN, attempts + 1
             if awaited and attempts == _ATTEMPTS:
-                rest = (_LAST - _ATTEMPTS) * _AGAIN
-                _logger.warning(
-                    f"{_endless(what, seconds)}. If it does not return within {rest:g} s, the run ends"
-                )
+                rest = f"If it does not return within {(_LAST - _ATTEMPTS) * _AGAIN:g} s, the run ends"
+                _logger.warning(f"{_endless(what, seconds)}. {rest}")
             if awaited and attempts == _LAST:
                 _end_process(_endless(what, seconds))
             with lock:
@@ -184,10 +190,7 @@ def _end_process(why: str) -> None:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Let a thread raise an error when it next executes Python code.
-
-    None: nothing that waits for this is raised any more.
-    """
+    """Let a thread raise an error when it next executes Python code. None: raise nothing any more."""
     given = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), given)
 
@@ -218,26 +221,18 @@ def _take_what_was_raised(thread: int) -> None:
 
 
 class _Kind(NamedTuple):
-    """Something of a process or a thread that a user's function can change.
-
-    Attributes:
-        name: what it is, for the line.
-        read: its value; None if it has none.
-        put_back: sets the value again; None: it is only told, because what the function needs later may depend on it.
-    """
+    """Something of a process or a thread that a user's function can change, how it is read and put back."""
 
     name: str
     read: Callable[[], Any]
+    # None: a change is only told, because what the function needs later may depend on it.
     put_back: Callable[[Any], object] | None
 
 
 # The module's own function without the search in an enum, which takes 2 µs.
 _handler_of: Callable[[int], Any] = getattr(signal, "_signal", signal).getsignal
-_WATCHED = [
-    int(getattr(signal, name))
-    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGCHLD")
-    if hasattr(signal, name)
-]
+_NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGCHLD")
+_WATCHED = [int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name)]
 
 
 def _folder() -> str | None:
@@ -321,11 +316,7 @@ _calling = threading.Lock()
 
 @contextmanager
 def process_as_before(function: str) -> Iterator[None]:
-    """After the block, this thread and the process are as before. What the function has changed is said, once.
-
-    Args:
-        function: what is called, for the line.
-    """
+    """After the block, this thread and the process are as before. What the function has changed is said, once."""
     is_main = threading.current_thread() is threading.main_thread()
     kinds = _OF_MAIN_THREAD if is_main else _OF_THREAD
     before = [kind.read() for kind in kinds]
@@ -342,10 +333,7 @@ def folder_as_before(function: str, limit: float = math.inf) -> Iterator[None]:
     """After the block, working directory and locale are as before.
 
     Where calls of several threads overlap, both are put back when the last of them ends: a call that still runs may
-    need what it has set.
-
-    Args:
-        limit: seconds after which the other calls do not wait for this one.
+    need what it has set. The others wait for this one for at most `limit` seconds.
     """
     call = object()
     with _calling:
@@ -392,21 +380,17 @@ def _say(function: str, what: str, now: str) -> None:
 
 
 R = TypeVar("R")
+_Started = tuple[asyncio.AbstractEventLoop, asyncio.Event]
 # Seconds that `close` waits for the cancelled calls to end.
 _ENDING = 10.0
 
 
 class CallLoop:
-    """A thread that runs coroutines.
-
-    Any other thread may start one in it. A time limit in a coroutine covers the whole call.
-    """
+    """A thread that runs coroutines for any other thread. A time limit in a coroutine covers the whole call."""
 
     def __init__(self, name: str = "lockstep-calls") -> None:
         self._closed = False
-        started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = (
-            concurrent.futures.Future()
-        )
+        started: concurrent.futures.Future[_Started] = concurrent.futures.Future()
         # A daemon thread: when the program ends, it does not wait for a call that blocks this thread.
         self.thread = threading.Thread(target=asyncio.run, args=(_serve(started),), name=name, daemon=True)
         self.thread.start()
@@ -416,32 +400,18 @@ class CallLoop:
         self._stop.atexit = False
 
     def start(self, call: Coroutine[Any, Any, T], check: Callable[[T], R]) -> Pending[T, R]:
-        """Begin a call.
-
-        Args:
-            check: converts the answer to the result. It runs in the thread that waits for the result.
-
-        Raises:
-            LockstepError: the engine is already closed.
-        """
+        """Begin a call. `check` makes the result of its answer, in the thread that waits for the result."""
         if self._closed:
             call.close()
             raise LockstepError(CLOSED)
         return Pending(asyncio.run_coroutine_threadsafe(call, self.loop), check)
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run a call and wait for its result.
-
-        Raises:
-            LockstepError: the engine was closed before or during the call.
-        """
+        """Run a call and wait for its result."""
         return self.start(call, lambda found: found).result()
 
     def close(self) -> None:
-        """Cancel every call, and end the thread.
-
-        Safe to call again. If a call blocks the thread, `close` stops waiting for it.
-        """
+        """Cancel every call, and end the thread, unless a call blocks it. Safe to call again."""
         if self._closed:
             return
         self._closed = True
@@ -449,11 +419,8 @@ class CallLoop:
         self.thread.join(_ENDING)
 
 
-async def _serve(started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
-    """Keep the loop running until the event is set.
-
-    `asyncio.run` then cancels the remaining calls, and closes the loop.
-    """
+async def _serve(started: concurrent.futures.Future[_Started]) -> None:
+    """Keep the loop running until the event is set. `asyncio.run` then cancels the remaining calls, and closes it."""
     stopped = asyncio.Event()
     started.set_result((asyncio.get_running_loop(), stopped))
     await stopped.wait()
@@ -463,22 +430,13 @@ CLOSED = "the engine was closed while it was being used"
 
 
 class Pending(Generic[T, R]):
-    """A call in progress.
-
-    Args:
-        future: the future of the call.
-        check: converts the answer to the result.
-    """
+    """A call in progress, and what makes the result of its answer."""
 
     def __init__(self, future: concurrent.futures.Future[T], check: Callable[[T], R]) -> None:
         self._future, self._check = future, check
 
     def result(self) -> R:
-        """Wait for the result. If the wait is interrupted, the call is cancelled.
-
-        Raises:
-            LockstepError: the engine was closed during the call, or the call was cancelled.
-        """
+        """Wait for the result. If the wait is interrupted, the call is cancelled."""
         try:
             found = self._future.result()
         except concurrent.futures.CancelledError as error:
@@ -506,16 +464,10 @@ class Pending(Generic[T, R]):
 
 
 class LoopThread:
-    """A loop that is started when it is first needed. A forked process gets another one.
-
-    Args:
-        name: of the thread.
-
-    Attributes:
-        loop: the loop that the next call gets; None: a new one.
-    """
+    """A loop that is started when it is first needed. A forked process gets another one."""
 
     def __init__(self, name: str) -> None:
+        # What the next call gets; None: a new one.
         self.loop: asyncio.AbstractEventLoop | None = None
         self._name, self._process, self._starting = name, 0, threading.Lock()
 
@@ -555,11 +507,7 @@ USERS_LOOP = LoopThread("lockstep-coroutines")
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T], timeout: float, names: str) -> T:
-    """Run a coroutine that has its own time limit, and return its result.
-
-    Args:
-        timeout: the time limit of the coroutine, in seconds.
-        names: names of the functions that it awaits, for the error.
+    """The result of a coroutine that has its own time limit, and awaits functions of these names.
 
     Raises:
         InputError: a function blocked the loop, so that it was not cancelled in time. The thread continues in the
@@ -577,9 +525,8 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T], timeout: float, names: str)
         found.cancel()
         USERS_LOOP.leave(loop)
         raise InputError(
-            f"reward function {names} did not give way to its event loop for {timeout:g} s; await what takes "
-            f"long, or make it a "
-            "plain function"
+            f"reward function {names} did not give way to its event loop for {timeout:g} s; await what takes long, "
+            "or make it a plain function"
         ) from error
     except BaseException:
         # Ctrl-C, while this thread waited.
@@ -588,9 +535,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T], timeout: float, names: str)
 
 
 def is_coroutine_function(function: Any) -> bool:
-    """Whether a call returns a coroutine: for a coroutine function, an object with such a `__call__`, or a partial of
-    either.
-    """
+    """Whether a call returns a coroutine: of a coroutine function, an object with such a `__call__`, or a partial."""
     function = unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 

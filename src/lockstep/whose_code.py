@@ -1,7 +1,5 @@
 """Tells the user's own code from Lockstep, Python's library and installed packages.
 
-Every part that needs to know asks here.
-
 `importlib.metadata` knows which files belong to installed distributions, wherever these lie: in this environment, in
 the system's packages, or in a folder that a `.pth` file or a link names. A distribution that was installed as
 editable is the user's own code.
@@ -35,9 +33,7 @@ def is_lockstep(value: Any) -> bool:
 
 
 def is_users(value: Any) -> bool:
-    """Whether a class or a function is the user's own: it stands in no installed package, and was perhaps typed into
-    a prompt.
-    """
+    """Whether a class or a function is the user's own: in no installed package, and perhaps typed into a prompt."""
     if is_lockstep(value):
         return False
     try:
@@ -64,11 +60,7 @@ def is_installed(path: str) -> bool:
 
 @functools.lru_cache(maxsize=2)
 def _installed(where: tuple[str, ...]) -> frozenset[Path]:
-    """The files and folders that distributions have put beside their metadata.
-
-    Args:
-        where: Python's search path. Its distributions are read once.
-    """
+    """The files and folders that the distributions of Python's search path have put beside their metadata."""
     found: set[Path] = set()
     for distribution in distributions(path=list(where)):
         if not _is_editable(distribution):

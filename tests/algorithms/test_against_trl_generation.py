@@ -29,9 +29,7 @@ WEIGHTS = torch.tensor([1.0, 0.3])
 
 
 def random_scores(seed: int, groups: int = 5) -> torch.Tensor:
-    """(groups × 4, 2) scores: some are missing, one group has equal scores, one has no score, one has a single
-    score.
-    """
+    """(groups × 4, 2) scores: some are missing; a group has equal scores, no score, or a single score."""
     random = torch.Generator().manual_seed(seed)
     scores = torch.randn(groups * GROUP, 2, generator=random) * torch.tensor([1.0, 20.0])
     scores[torch.rand(scores.shape, generator=random) < 0.15] = math.nan

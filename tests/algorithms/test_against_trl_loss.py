@@ -1,5 +1,4 @@
-"""Our policy losses, composed as a trainer composes them, equal TRL 1.16's own `_compute_loss` on the same batch:
-loss, gradient of every token's log-prob, and logged metrics."""
+"""Our policy losses, composed as a trainer does, equal TRL 1.16's own `_compute_loss`: loss, gradients and metrics."""
 
 from __future__ import annotations
 
@@ -239,9 +238,7 @@ def test_the_batches_reach_every_branch() -> None:
 
 
 def test_a2_trls_bnpo_depends_on_how_a_step_is_split_and_ours_does_not() -> None:
-    """TRL divides by the tokens of each micro-batch, so tokens of a micro-batch with fewer tokens have more weight
-    (#7206).
-    """
+    """TRL divides by the tokens of each micro-batch, so tokens of a smaller micro-batch have more weight (#7206)."""
     batch = random_batch(0, (2, 3, 9, 8))
     halves = [batch.rows(slice(0, 2)), batch.rows(slice(2, 4))]
     for loss in LOSSES:
@@ -269,9 +266,7 @@ def test_a2_trls_grpo_depends_on_the_split_where_micro_batches_differ_in_complet
 
 
 def test_a2_trls_dapo_divides_a_step_by_the_mean_tokens_of_its_generations_steps() -> None:
-    """With two steps per generation, TRL gives a step of few long completions more weight than its own mean over
-    tokens.
-    """
+    """With two steps per generation, TRL gives a step of few long completions more weight than a mean over tokens."""
     batch = random_batch(0, (2, 3, 9, 8))
     step = batch.rows(slice(2, 4))
     theirs, trainer = trl_loss(step, Case("dapo"), generated=len(batch.logps))
@@ -282,9 +277,7 @@ def test_a2_trls_dapo_divides_a_step_by_the_mean_tokens_of_its_generations_steps
 
 
 def test_trl_counts_completions_where_every_one_has_at_most_one_token() -> None:
-    """TRL treats a (B, 1) tensor of tokens as one of completions, so it counts an absent token with the value of its
-    padding.
-    """
+    """TRL treats a (B, 1) tensor of tokens as one of completions: an absent token counts with its padding's value."""
     batch = random_batch(0, (1, 0, 1))
     _, trainer = trl_loss(batch, Case("grpo"))
     assert trainer._metrics["train"]["entropy"][0] == pytest.approx((float(batch.entropies.sum()) + 9.0) / 3)

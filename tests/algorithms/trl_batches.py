@@ -55,9 +55,7 @@ class Batch:
 
 
 def random_batch(seed: int, lengths: tuple[int, ...] = (3, 7, 1, 0, 5, 6), drift: float = 0.35) -> Batch:
-    """A batch whose log-probs have changed since sampling, whose engine and reference differ, and with advantages of
-    both signs.
-    """
+    """A batch whose log-probs have changed since sampling, whose sides differ, and with advantages of both signs."""
     random = torch.Generator().manual_seed(seed)
 
     def noise() -> torch.Tensor:

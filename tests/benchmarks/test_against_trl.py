@@ -1,6 +1,4 @@
-"""The arithmetic of the comparison with TRL: the input of each program, which steps count, and the figures from their
-times.
-"""
+"""The arithmetic of the comparison with TRL: the input of each program, which steps count, and figures from times."""
 
 from __future__ import annotations
 

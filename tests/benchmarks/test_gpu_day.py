@@ -1,5 +1,4 @@
-"""`make gpu-day`, rehearsed on a CPU without the packages that the GPU machine lacks; and what a part loses that
-fails or hangs.
+"""`make gpu-day`, rehearsed on a CPU without the GPU machine's missing packages; what a part that fails or hangs loses.
 
 The rehearsal of nearly all parts takes half a minute. It runs in CI, because a borrowed machine gives no time to mend
 it.

@@ -1,6 +1,4 @@
-"""The host's cost per token: which row counts which work, the table and the plot, and the whole program at a small
-size.
-"""
+"""The host's cost per token: which row counts which work, the table, the plot, and the program at a small size."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The prediction of a step on many GPUs (`make plan`) agrees with a simulation token by token, and with simple
-limits.
-"""
+"""The prediction of a step on many GPUs (`make plan`) agrees with a simulation by token, and with simple limits."""
 
 from __future__ import annotations
 

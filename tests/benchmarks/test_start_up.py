@@ -1,6 +1,4 @@
-"""The figures of `make start-up` and `make waiting`: stages, and steps after a wait, from what the processes have
-noted.
-"""
+"""The figures of `make start-up` and `make waiting`: stages, and steps after a wait, from what processes noted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Compare a whole trainer of ours with TRL 1.16's on the same model, prompts and tokens: every gradient and every
-logged figure.
+"""A whole trainer of ours beside TRL 1.16's, with the same model, prompts and tokens: every gradient and figure.
 
 Both compute in double precision, because rounding differs from processor to processor. (Online DPO is compared in
 float32, because TRL's Online DPO holds its reference model in float32.) Our trainer samples. TRL's trainer gets the

@@ -1,6 +1,4 @@
-"""Every public name of TRL's trainers is there, with the value that TRL's trainer has; names without a counterpart
-say why.
-"""
+"""Every public name of TRL's trainers is there, with its value in TRL; names without a counterpart say why."""
 
 from __future__ import annotations
 

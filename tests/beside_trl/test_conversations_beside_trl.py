@@ -1,6 +1,4 @@
-"""Online DPO on conversational prompts beside TRL's: the same ids, the same calls of the reward function, the same
-gradients.
-"""
+"""Online DPO on conversational prompts beside TRL's: the same ids, calls of the reward function, and gradients."""
 
 from __future__ import annotations
 

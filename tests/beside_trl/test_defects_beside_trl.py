@@ -1,6 +1,4 @@
-"""Two defects of TRL 1.16 that docs/reference/migrating-from-trl.md names, A3 and P4, shown in TRL's own trainer
-beside ours.
-"""
+"""Two defects of TRL 1.16 that docs/reference/migrating-from-trl.md names, A3 and P4, in TRL's own trainer."""
 
 from __future__ import annotations
 
@@ -185,9 +183,7 @@ def trls_trainer(model: str, folder: Path, vllm: Any, monkeypatch: pytest.Monkey
             self.llm = vllm.llm
 
         def sync_weights(self) -> None:
-            """Do nothing, because nothing was learned yet. (TRL 1.16's own sync does not load into vLLM 0.32 on a
-            CPU.)
-            """
+            """Do nothing: nothing was learned yet. (TRL 1.16's own sync does not load into vLLM 0.32 on a CPU.)"""
 
     monkeypatch.setattr(trl.trainer.grpo_trainer, "VLLMGeneration", Running)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -252,9 +248,7 @@ def test_p4_of_the_same_answer_ours_reads_the_sampled_tokens_log_probs_and_trl_t
 def of_policy(
     policy: Any, prompt: Sequence[int], completion_ids: Sequence[int]
 ) -> tuple[list[float], list[float]]:
-    """The log-probs of the most likely token at each place of a completion, and the log-probs of the completion's own
-    tokens.
-    """
+    """The log-probs of the most likely token at each place of a completion, and those of its own tokens."""
     ids = [*prompt, *completion_ids]
     with torch.no_grad():
         logps = policy(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)

@@ -1,6 +1,4 @@
-"""The whole RLOO and Online DPO trainers beside TRL's: the same tokens give the same gradients and the same logged
-figures.
-"""
+"""The whole RLOO and Online DPO trainers beside TRL's: the same tokens give the same gradients and figures."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Several optimizer steps per generation beside TRL's: which completions a step learns from, and what its loss is
-averaged over.
+"""Several optimizer steps per generation beside TRL's: which completions a step learns from, and the loss's mean.
 
 TRL shuffles the completions of a generation before it cuts them into steps. Lockstep cuts them in the order of their
 groups. The tests replace TRL's shuffle with the identity, so that both make the same cut; everything else is TRL's

@@ -67,8 +67,7 @@ def rows() -> Dataset:
 def test_rows_with_images_give_the_gradients_and_figures_of_trl(
     method: str, folder: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TRL's trainer makes the prompts with its own processor, and is given completions by the ids of these prompts:
-    other ids would find none.
+    """TRL's trainer makes the prompts with its own processor. Completions are found by the ids of these prompts.
 
     TRL bans placeholders from sampling and counts them in the softmax of its scores. Here they are banned on both
     sides. The ban is off in this test, so that both trainers score the same distribution.

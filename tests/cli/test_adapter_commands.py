@@ -1,6 +1,4 @@
-"""LoRA and QLoRA from the command line, with TRL's names: training, resuming, refusal of arguments without an
-effect.
-"""
+"""LoRA and QLoRA from the command line, with TRL's names: training, resuming, and arguments without an effect."""
 
 from __future__ import annotations
 

@@ -80,9 +80,7 @@ def train(
 def assert_logged(
     name: str, kept: Sequence[Sequence[RolloutGroup]], steps: Sequence[dict[str, Any]], expected: Expected
 ) -> list[float]:
-    """Assert that `expected` gives the score of each rollout, and that each step logs their mean and the share
-    without a score.
-    """
+    """Assert that `expected` gives each rollout's score, and that steps log their mean and the share without one."""
     assert len(kept) == len(steps) == 2
     every: list[float] = []
     for groups, step in zip(kept, steps, strict=True):

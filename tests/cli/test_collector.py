@@ -1,6 +1,4 @@
-"""While a program starts, Python's collector is off; afterwards it is as it was, and what was made is not looked at
-again.
-"""
+"""While a program starts, Python's collector is off; afterwards it is as before, and ignores what was made."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The completion script, in a real bash: it completes commands, fields, choices and recipes, and leaves file names to
-the shell.
-"""
+"""The completion script, in a real bash: it completes commands, fields, choices and recipes, but no file names."""
 
 from __future__ import annotations
 

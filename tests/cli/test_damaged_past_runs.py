@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from draws import PROFILE
 
 from lockstep.cli.main import main
 from lockstep.errors import InputError
@@ -76,6 +80,27 @@ def test_a_damaged_evaluation_is_left_out_of_the_rollouts(
         assert printed.err.count("left out, because it is damaged: ") == 1
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "before.json", "summary.json"])
+def test_a_pipe_in_place_of_a_file_is_left_out(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "receipt.jsonl").write_text("")
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    for command in ("compare", "report"):
+        assert main([command, str(run)]) == 0
+        printed = capsys.readouterr()
+        assert f"{name} (it is no file)" in printed.err
+
+
+def test_a_pipe_in_place_of_kept_rollouts_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "rollouts").mkdir()
+    os.mkfifo(run / "rollouts" / "rollouts_1.parquet")
+    assert main(["report", str(run)]) == 0
+    assert main(["rollouts", str(run)]) == 2
+    assert capsys.readouterr().err.count("it is no file") == 2
+
+
 @pytest.mark.parametrize("command", [["report"], ["audit", "--model", "m", "--json"]])
 def test_an_output_that_cannot_be_written_is_found_first(
     run: Path, command: list[str], capsys: pytest.CaptureFixture[str]
@@ -87,6 +112,44 @@ def test_an_output_that_cannot_be_written_is_found_first(
         assert "cannot be written" in line or "is a directory" in line
     check_writable(run / "new")
     assert not (run / "new").exists()
+
+
+def damaged(content: Any, rng: random.Random) -> Any:
+    """The content with one value in it that is another one, or gone."""
+    keys = list(content) if isinstance(content, dict) else []
+    keys = list(range(len(content))) if isinstance(content, list) else keys
+    if not keys or rng.random() < 0.3:
+        return rng.choice(
+            [None, True, -1, 1e308, 2**70, "", "x" * 100_000, [], {}, [[]], {"a": []}, "\ud800"]
+        )
+    key = rng.choice(keys)
+    if rng.random() < 0.2:
+        return {k: v for k, v in content.items() if k != key} if isinstance(content, dict) else content[1:]
+    changed = dict(content) if isinstance(content, dict) else list(content)
+    changed[key] = damaged(content[key], rng)
+    return changed
+
+
+@pytest.mark.parametrize("seed", range(120 if PROFILE == "thorough" else 3))
+def test_no_damage_of_a_file_is_a_traceback(
+    run: Path, seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng, page = random.Random(seed), str(tmp_path / "page.html")
+    (run / "about.json").write_text(json.dumps({"method": "GRPO", "model": "m", "settings": {"seed": 1}}))
+    (run / "end.json").write_text(json.dumps({"ended": "finished", "step": 1, "max_steps": 1}))
+    shown = {"step": 1, "rollouts": [{"name": "a", "turns": []}]}
+    (run / "shown_rollouts.jsonl").write_text(json.dumps(shown) + "\n")
+    whole = {path: path.read_bytes() for path in run.iterdir()}
+    for _ in range(15):
+        path = rng.choice(sorted(whole))
+        odd = bytearray(whole[path])
+        odd[rng.randrange(len(odd))] = rng.randrange(256)
+        other = json.dumps(damaged(json.loads(whole[path]), rng)).encode()
+        path.write_bytes(rng.choice([bytes(odd), other, other, b"", whole[path][: len(odd) // 2]]))
+        for words in (["compare"], ["report", "--output", page], ["rollouts"], ["verify", "--explain"]):
+            assert main([words[0], *words[1:], str(run)]) in (0, 1, 2)
+            assert all(len(line) <= 500 for line in capsys.readouterr().err.splitlines()), (path, words)
+        path.write_bytes(whole[path])
 
 
 def columns(**changes: str) -> str:
@@ -115,6 +178,16 @@ def test_rollouts_of_other_kinds_are_refused_in_one_sentence(text: str, tmp_path
     with pytest.raises(InputError) as found:
         read_dump(tmp_path / "d.jsonl")
     assert len(str(found.value)) <= 500
+
+
+def test_merge_refuses_a_link_to_nothing_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "m"}')
+    (tmp_path / "made").symlink_to("nowhere")
+    assert main(["merge", str(tmp_path / "adapter"), str(tmp_path / "made")]) == 2
+    assert "made exists; give another folder" in capsys.readouterr().err
 
 
 def test_merge_refuses_damaged_settings_and_leaves_no_folder(

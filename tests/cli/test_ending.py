@@ -1,6 +1,4 @@
-"""A command ends when its work is done: it frees no memory piece by piece, and all that programs have registered
-still runs.
-"""
+"""A command ends when its work is done: it frees no memory in pieces, and what programs registered still runs."""
 
 from __future__ import annotations
 
@@ -52,6 +50,28 @@ def test_what_programs_registered_runs_before_the_end_and_nothing_is_freed(
     assert done.returncode == code, done.stderr
     assert done.stdout.split("\n")[:-1] == ["done", "thread", "registered later", "registered", *freed]
     assert ("ZeroDivisionError" in done.stderr) == bool(freed)
+
+
+def test_a_thread_without_an_end_is_named_and_left() -> None:
+    program = """
+import atexit, sys, threading
+from lockstep.cli import main as cli, process
+process._THREADS = 0.1
+
+def command():
+    atexit.register(print, "registered")
+    threading.Thread(target=threading.Event().wait, name="endless").start()
+    return 7
+
+cli._run = lambda *_: command()
+sys.argv = ["lockstep", "verify"]
+sys.exit(cli.main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (7, "registered\n")
+    assert done.stderr == "lockstep: the thread endless still runs; the process ends without it\n"
 
 
 def test_a_reader_that_is_gone_changes_no_exit_code() -> None:

@@ -1,6 +1,4 @@
-"""The fields of the command line without torch: they equal the fields of the classes, and early answers import
-nothing heavy.
-"""
+"""The fields of the command line without torch equal those of the classes, and early answers import nothing heavy."""
 
 from __future__ import annotations
 
@@ -63,6 +61,9 @@ def test_help_and_early_errors_import_nothing_heavy(tmp_path: Path) -> None:
         (["grpo", "--help-all"], 0, "--adam_beta1"),
         (["grpo", "--learning_rat", "3"], 2, "did you mean 'learning_rate'?"),
         (["ppo", "--learning_rate", "fast"], 2, "invalid float value: 'fast'"),
+        (["grpo", "--max_steps", "0"], 2, "max_steps=0; it must be at least 1"),
+        (["grpo", "--top_p", "nan"], 2, "top_p=nan; it must be a finite number"),
+        (["grpo", "--optim", "adam_torch"], 2, "did you mean 'adamw_torch'?"),
         (["grpo", "--bf16", "perhaps"], 2, "'perhaps' is neither yes nor no"),
         (["grpo", "--cache_implementation", "x"], 2, "cache_implementation='x' is not supported"),
         (["grpo", "--torch_compile", "true"], 2, "torch_compile=True is not supported"),

@@ -1,6 +1,4 @@
-"""What a user installs: the wheel holds recipes and examples, the packaged model comes by pip, and foreign builds are
-hidden.
-"""
+"""What a user installs: a wheel with recipes and examples, the packaged model by pip; foreign builds are hidden."""
 
 from __future__ import annotations
 

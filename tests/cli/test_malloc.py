@@ -128,6 +128,8 @@ def test_commands_ask_when_they_are_a_process_of_their_own(monkeypatch: pytest.M
     monkeypatch.setattr("lockstep.cli.main.start_anew_with_tunables", lambda: asked.append(True))
     # The real one would fork this test process.
     monkeypatch.setattr("lockstep.cli.main.split_in_two", lambda: None)
+    # The real one would end this test process, which has threads of pytest's.
+    monkeypatch.setattr("lockstep.cli.main.EndAtOnce.leave_threads", lambda ending: None)
     monkeypatch.setattr("lockstep.cli.serve.run", lambda words: 2)
     for words in ([], ["--help"], ["fly"], ["serve", "model"], ["grpo", "--no_such_field", "1"]):
         monkeypatch.setattr(sys, "argv", ["lockstep", *words])

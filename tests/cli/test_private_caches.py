@@ -1,6 +1,4 @@
-"""No library executes what another user has put into a folder, in the shared temporary folder or where a variable
-says.
-"""
+"""No library executes what another user has put into a folder, in the temporary folder or where a variable says."""
 
 from __future__ import annotations
 
@@ -276,9 +274,7 @@ def test_a_command_refuses_before_it_loads_anything(
 def test_a_servers_processes_get_the_folders_and_a_temporary_folder_of_their_own(
     home: Path, untied_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM compiles parts of itself into the temporary folder, under names that anybody knows, and loads them from
-    there.
-    """
+    """vLLM compiles parts of itself into the temporary folder, under names that anybody knows, and loads them."""
     given: list[dict[str, str]] = []
 
     class Recorded:

@@ -1,6 +1,4 @@
-"""Streams whose reader is gone, that are closed, or whose disk is full: a whole line and the right exit code, no
-traceback.
-"""
+"""Streams whose reader is gone, that are closed, or whose disk is full: a whole line and the right exit code."""
 
 from __future__ import annotations
 

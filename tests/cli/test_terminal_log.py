@@ -1,6 +1,4 @@
-"""Messages of the library go through `logging`: to standard output, about settings to standard error, or where a
-program wants.
-"""
+"""Messages of the library go through `logging`: to standard output, about settings to standard error, or elsewhere."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`lockstep grpo` with `--tools`, `--environment_factory` and `--rollout_func`: a real step learns from such
-rollouts.
-"""
+"""`lockstep grpo` with `--tools`, `--environment_factory` and `--rollout_func`: a real step learns from them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rollouts of several turns and branches on every engine: right ids in the right context, and nothing left behind
-after an end.
-"""
+"""Rollouts of several turns and branches on every engine: right ids and context, and nothing left after an end."""
 
 from __future__ import annotations
 
@@ -129,9 +127,7 @@ def test_every_turn_continues_its_branch_id_for_id_and_is_scored_in_it(
 def test_the_same_sampled_ids_give_the_same_rollouts_in_every_engine(
     driver: Driver, pushed: PreTrainedModel
 ) -> None:
-    """Every engine takes the likeliest token here, so that all of them sample the ids of a plain forward of the
-    model.
-    """
+    """Every engine takes the likeliest token here, so that all sample the ids of a plain forward of the model."""
 
     def likeliest(ids: list[int], most: int) -> list[int]:
         sampled: list[int] = []
@@ -207,9 +203,7 @@ def test_a_turn_that_a_program_no_longer_waits_for_is_dropped(engine: Engine, dr
 def test_a_push_may_land_in_the_middle_of_a_conversation(
     server: Server, tokenizer: PreTrainedTokenizerBase, _vllm: Any
 ) -> None:
-    """Between two turns of some rollouts, and in the middle of a turn of others: no key or value of older weights is
-    used.
-    """
+    """Between two turns of some rollouts, and in a turn of others: no key or value of older weights is used."""
     engine = connect(server.url)
     first, second = make_model(), perturbed(make_model(), scale=0.5)
     push_weights(first, engine, 1)

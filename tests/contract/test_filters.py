@@ -219,3 +219,31 @@ def test_what_the_library_of_grammars_would_ignore_is_refused_by_vllm(engine: En
     with pytest.raises(LockstepError, match="not supported"):
         engine.generate(requests(1, Sampling(6, grammar=ignored)))
     assert len(engine.generate(requests(1, Sampling(6)))) == 1
+
+
+EMPTY = {
+    "allowed_token_ids and min_tokens": Sampling(
+        10, allowed_token_ids=(END_ID,), min_tokens=2, end_ids=(END_ID,)
+    ),
+    "allowed_token_ids and bad_words": Sampling(
+        10, allowed_token_ids=(5,), bad_words=((5, 5, 5),), top_k=4, end_ids=(END_ID,)
+    ),
+    # The grammar allows an end after three digits.
+    "vllm_structured_outputs_regex and allowed_token_ids": Sampling(
+        10,
+        grammar=DIGITS,
+        allowed_token_ids=tuple(TOKENIZER("123", add_special_tokens=False)["input_ids"]),
+        end_ids=(END_ID,),
+    ),
+}
+
+
+@pytest.mark.parametrize("names", EMPTY)
+def test_an_engine_says_which_settings_leave_no_token_and_answers_again(engine: Engine, names: str) -> None:
+    """A server that follows a grammar answers without the tokens: the error is its refusal, and names the settings."""
+    with pytest.raises(LockstepError, match=f"{names} leave no token to sample") as found:
+        engine.generate(requests(3, EMPTY[names]))
+    told_by_server = engine.settings().engine == "vllm" and not isinstance(found.value, InputError)
+    assert not told_by_server or "regex" in names
+    assert told_by_server or str(found.value).startswith("prompt p")
+    assert len(engine.generate(requests(2, SETTINGS["allowed"]))) == 2

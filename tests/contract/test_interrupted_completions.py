@@ -1,6 +1,4 @@
-"""Interrupted completions on every engine: the sampled tokens have the log-probs that the trainer's own model gives
-them.
-"""
+"""Interrupted completions on every engine: the sampled tokens have the log-probs of the trainer's own model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`requirements.lock` is the environment that these tests run in: every package, with its version and the hash of its
-file.
-"""
+"""`requirements.lock` is the environment of these tests: every package, with its version and its file's hash."""
 
 from __future__ import annotations
 

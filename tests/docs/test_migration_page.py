@@ -1,6 +1,4 @@
-"""docs/reference/migrating-from-trl.md is true of TRL's code and of ours: its rows, and that what has no row is as in
-TRL.
-"""
+"""docs/reference/migrating-from-trl.md is true of TRL's code and of ours; what has no row is as in TRL."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ STATUSES = {"same", "different", "refused"}
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the page about a field or argument; its cells have one value, or one for each trainer that has the
-    field.
-    """
+    """One row of the page about a field or argument; its cells have one value, or one per trainer with the field."""
 
     status: str
     trl: str

@@ -1,5 +1,4 @@
-"""The rows of docs/reference/migrating-from-openrlhf.md are true of our fields and commands, and of OpenRLHF's
-released flags.
+"""The rows of docs/reference/migrating-from-openrlhf.md are true of our fields and commands and of OpenRLHF's flags.
 
 `openrlhf_flags.json` has the flags of two releases with their defaults; `scripts/openrlhf_flags.py` makes it from
 their packages.

@@ -1,6 +1,4 @@
-"""What `dir(lockstep)` and `help` show: the trainers and configs, each with a docstring of its own that says how to
-use it.
-"""
+"""What `dir(lockstep)` and `help` show: the trainers and configs, each with a docstring that says how to use it."""
 
 from __future__ import annotations
 

@@ -65,9 +65,7 @@ def test_a_proof_and_its_block_come_together(tmp_path: Path) -> None:
 
 
 def test_the_table_of_the_watch_names_the_proofs_that_its_events_make() -> None:
-    """An event that uses a function `check_…`, or such a method of an attribute, has a proof of its module in its
-    row.
-    """
+    """An event that uses a function `check_…`, or such a method of an attribute, has its module's proof in its row."""
     run = ast.parse((SOURCE / "watch/run.py").read_text())
     rows = re.findall(r"^\| (`.+?) \| (.+) \|$", ast.get_docstring(run) or "", re.M)
     listed = {

@@ -1,6 +1,4 @@
-"""The keyed digest of a device: equal to arithmetic on Python's integers, for every dtype; every change of a tensor
-is seen.
-"""
+"""The keyed digest of a device equals arithmetic on Python's integers, for every dtype, and sees every change."""
 
 from __future__ import annotations
 
@@ -113,9 +111,7 @@ def test_every_flipped_bit_is_seen():
 
 
 def test_the_highest_bits_of_words_are_seen_in_every_row_and_level():
-    """An odd multiplier modulo 2^64 would keep them; a digest of 32 bits, or one with a single multiplier, would
-    not.
-    """
+    """An odd multiplier modulo 2^64 would keep them; a digest of 32 bits, or with a single multiplier, would not."""
     tensor = torch.zeros(1030, 4096, dtype=torch.int32)
     before = text(tensor)
     for row, column in ((0, 0), (0, 4095), (511, 7), (1029, 4095)):

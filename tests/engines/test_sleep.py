@@ -24,6 +24,7 @@ from lockstep.engines.vllm import in_process
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.port import engine as sleep
 from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.extensions import ADAPTERS, load
 from lockstep.extras.trl.proven_engine import ProvenEngine
 from lockstep.models.arithmetic import Precision
 from lockstep.run import source
@@ -220,7 +221,7 @@ def test_level_1_keeps_the_weights_and_proves_that_they_came_back(
     with pytest.raises(
         ProofError, match=r"proof 'sleep' failed: worker 0 .* other bytes in \d+ of \d+ parameters"
     ):
-        engine.adapters.begin()
+        load(ADAPTERS["in_process"])(engine).begin()
     monkeypatch.setattr(memory, "is_damaged", False)
 
 

@@ -1,5 +1,4 @@
-"""vLLM in the trainer's process with its model split over two worker processes: the same proofs, tokens and learned
-weights.
+"""vLLM in the trainer's process with its model split over two worker processes: the same proofs, tokens, weights.
 
 CI runs the first test. The others run before a release: faults in one of the workers, two trainer processes,
 adapters, the other transport, sleep, signals, a killed worker and a killed trainer.

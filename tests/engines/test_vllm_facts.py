@@ -1,6 +1,4 @@
-"""vLLM has what Lockstep patches, reads and relies on: the installed release, and releases that cannot be installed
-here.
-"""
+"""vLLM has what Lockstep patches, reads and relies on: the installed release, and others that cannot be installed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Faults that begin in the middle of a run, which uses its generations in several steps, or some steps after they
-were sampled.
-"""
+"""Faults that begin in the middle of a run that uses its generations in several steps, or some steps later."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Every fault that can be injected into the running stack is caught by the proof that docs/internals/proof.md names
-for it.
-"""
+"""Every fault that can be injected into the running stack is caught by the proof that proof.md names for it."""
 
 from __future__ import annotations
 

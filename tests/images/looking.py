@@ -1,6 +1,4 @@
-"""Trainers of the tiny vision-language models, and the faults that the tests of all engines put into runs with
-pictures.
-"""
+"""Trainers of the tiny vision-language models, and the faults that all engines' tests put into runs with pictures."""
 
 from __future__ import annotations
 
@@ -118,9 +116,7 @@ def resized_rows(seed: int = 0) -> list[dict[str, Any]]:
 
 
 def another_resize(folder: str, rows: list[dict[str, Any]]) -> Callable[[PromptPictures], PromptPictures]:
-    """Gives the pictures of `rows` as another resize makes them, of the same size and under the digests of the true
-    ones.
-    """
+    """The pictures of `rows` as another resize makes them, of the same size and under the digests of the true ones."""
     family = AutoConfig.from_pretrained(folder).model_type
     true, other = (ImagePrompts(make_seeing(family), make_seeing_tokenizer(family), folder) for _ in range(2))
     other.processor.resample = Image.Resampling.NEAREST

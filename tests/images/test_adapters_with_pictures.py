@@ -1,6 +1,4 @@
-"""Adapters and frozen towers with pictures, on the transformers engine: proven steps, and the gradients of plain
-rows.
-"""
+"""Adapters and frozen towers with pictures, on the transformers engine: proven steps, gradients of plain rows."""
 
 from __future__ import annotations
 

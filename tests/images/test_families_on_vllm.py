@@ -1,5 +1,4 @@
-"""Each family on real vLLM in this process: two proven steps in fp32 and in bf16, and the faults that only some
-families have.
+"""Each family on real vLLM in this process: two proven steps in fp32 and bf16, and faults of some families.
 
 CI has one family per implementation in fp32. Adapters, tools and bf16 do not know the family; there CI has Qwen3-VL
 alone.

@@ -1,5 +1,4 @@
-"""Which files of pictures are opened, by whatever way they come: a closed list of formats, and sizes that a machine
-can hold.
+"""Which files of pictures are opened, however they come: a closed list of formats, and sizes that a machine can hold.
 
 The content of a file chooses Pillow's decoder. For EPS the decoder is another program, Ghostscript.
 """

@@ -1,6 +1,4 @@
-"""The recipe `recipes/images.yaml`: its task, and a run of it on a tiny model of the same architecture, up to the
-report.
-"""
+"""The recipe `recipes/images.yaml`: its task, and a run of it on a tiny model of its architecture, with report."""
 
 from __future__ import annotations
 

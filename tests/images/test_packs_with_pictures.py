@@ -1,6 +1,4 @@
-"""Packs with pictures: scores and gradients equal those of one plain row per sequence, computed by the model's own
-forward.
-"""
+"""Packs with pictures: scores and gradients equal those of a plain row per sequence, by the model's own forward."""
 
 from __future__ import annotations
 
@@ -187,9 +185,7 @@ def swapped(sequence: TrainingSequence, other: TrainingSequence) -> TrainingSequ
 def test_equal_ids_with_other_pictures_are_other_nodes(
     family: str, sequences: list[TrainingSequence]
 ) -> None:
-    """By ids alone both prompts would be one path of the tree, and one of them would be scored with the other one's
-    picture.
-    """
+    """By ids alone both prompts would be one path of the tree, and one would be scored with the other's picture."""
     one, other = sequences[2], swapped(sequences[2], sequences[6])
     assert one.pictures
     model = make_seeing(family)

@@ -1,5 +1,4 @@
-"""GRPO on rows with pictures, with the transformers engine: two proven steps, faults that the gap finds, and what is
-refused.
+"""GRPO on rows with pictures, with the transformers engine: two proven steps, faults, and what is refused.
 
 The other methods whose forwards are those of GRPO and of PPO are tested before a release.
 """

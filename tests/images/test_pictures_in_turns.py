@@ -76,7 +76,7 @@ def check_ids(trainer: GRPOTrainer, completion: Completion) -> None:
     shown, first = completion.pictures, len(completion.prompt_ids)
     ids = np.concatenate([completion.prompt_ids, completion.token_ids])
     sampled = np.ones(len(completion.token_ids), bool) if completion.sampled is None else completion.sampled
-    if shown is None:
+    if not shown:
         return
     for own, place in zip(shown.pictures, shown.places_of_each, strict=True):
         start = int(place[0]) - int(np.flatnonzero(own.ids == shown.placeholder)[0])
@@ -306,7 +306,7 @@ def test_a_rollout_with_another_picture_than_the_engine_was_sent_is_found(
     def exchanged(self: Conversation) -> Rollout:
         rollout = whole(self)
         shown = rollout.completion.pictures
-        if shown is None:
+        if not shown:
             return rollout
         pictures = tuple(replace(p, pixel_values=p.pixel_values.flip(0)) for p in shown.pictures)
         return replace(

@@ -1,5 +1,4 @@
-"""Pictures on a real vLLM server: two GRPO steps are proven to the last token, and faults on the way and in it are
-found.
+"""Pictures on a real vLLM server: two GRPO steps are proven to the last token; faults on the way are found.
 
 Faults of the trainer, faults of vLLM's own reading, and weights over gloo, are tested here before a release. In CI,
 `test_pictures_in_training.py` has the first, `test_pictures_on_vllm.py` the second, and `tests/server` has gloo.
@@ -338,9 +337,7 @@ def asked(folder: str, count: int, tokens: int) -> list[GenerationRequest]:
 
 
 def gap_by_version(models: dict[int, PreTrainedModel], found: list[Completion], sampling: Sampling) -> float:
-    """The largest difference between a token's log-prob and that of a plain forward with the weights of the token's
-    version.
-    """
+    """The largest difference of a token's log-prob and a plain forward's with the weights of the token's version."""
     worst = 0.0
     for c in found:
         for version in set(c.weight_versions.tolist()):

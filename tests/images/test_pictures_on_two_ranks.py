@@ -1,6 +1,4 @@
-"""Pictures on two trainer ranks: the same steps as on one rank, even if only one rank has pictures, or one clear
-error on both.
-"""
+"""Pictures on two trainer ranks: the same steps as on one, even if one rank has none, or one clear error on both."""
 
 from __future__ import annotations
 

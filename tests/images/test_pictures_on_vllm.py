@@ -1,5 +1,4 @@
-"""Pictures on real vLLM in this process: two GRPO steps are proven to the last token, and faults of the engine are
-found.
+"""Pictures on real vLLM in this process: two GRPO steps are proven to the last token; the engine's faults are found.
 
 Faults of the trainer, and an adapter on the language part alone, are tested here before a release. In CI,
 `test_pictures_in_training.py` has these faults, and `test_adapters_with_pictures.py` has this adapter.

@@ -1,5 +1,4 @@
-"""`lockstep verify` on a model that reads pictures: rows with pictures, and faults of pictures that the proofs must
-catch.
+"""`lockstep verify` on a model that reads pictures: rows with pictures, and faults that the proofs must catch.
 
 CI has one family on vLLM. The other one is tested before a release.
 """

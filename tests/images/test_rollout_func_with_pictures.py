@@ -1,6 +1,4 @@
-"""A user's `rollout_func` in a run with images: it gets them in the prompts, and may show more of them in later
-turns.
-"""
+"""A user's `rollout_func` in a run with images gets them in the prompts, and may show more in later turns."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Pictures in later turns on real vLLM, in this process and on a server: every turn is proven, with prefix caching
-on.
-"""
+"""Pictures in later turns on real vLLM, in this process and on a server: every turn is proven, with prefix caching."""
 
 from __future__ import annotations
 

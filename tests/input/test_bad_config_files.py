@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from bad_input import Row, check, rows
+from bad_input import Row, check, refused, rows
 
 from lockstep import progress as waits
 from lockstep.cli import training as loading
-from lockstep.cli.fields import build
+from lockstep.cli.fields import build, read
 from lockstep.cli.help import read_file
 from lockstep.cli.main import main
+from lockstep.errors import InputError
 
 DEEP = b"a: " + b"[" * 5000 + b"]" * 5000
 LAUGHS = b"\n".join(
@@ -57,7 +60,7 @@ FILES = [
     Row("a list of mappings", b"reward_funcs: [{a: 1}]\n", "reward_funcs must be"),
     Row("a list with nothing in it", b"reward_funcs: [a, ~]\n", "reward_funcs must be"),
     Row("a mapping for a number", b"seed: {a: 1}\n", "seed"),
-    Row("a list for a number", b"seed: [1, 2]\n", "2"),
+    Row("a list for a number", b"seed: [1, 2]\n", "seed takes one value"),
     Row("text for a number", b"learning_rate: fast\n", "learning_rate"),
     Row("a number without a dot and sign", b"learning_rate: -1\n", "learning_rate"),
     Row("NaN", b"learning_rate: .nan\n", "learning_rate"),
@@ -96,6 +99,50 @@ def test_other_ways_to_write_a_good_file_are_taken(
     (tmp_path / "c.yaml").write_bytes(content)
     assert main(["grpo", "--config", str(tmp_path / "c.yaml"), "--dry_run"]) == 0
     assert "seed: 1\n" in capfd.readouterr().out
+
+
+def test_what_is_written_is_what_a_field_gets(tmp_path: Path) -> None:
+    """YAML 1.1 reads 010 as 8, 1:30 as 90, and a date as a date."""
+    written = {
+        "output_dir": "010",
+        "seed": "010",
+        "run_name": "2026-11-28 10:00",
+        "learning_rate": ".5",
+        "project": "TRUE",
+    }
+    (tmp_path / "c.yaml").write_text(
+        "".join(f"{name}: {text}\n" for name, text in written.items())
+        + "stop_strings: [1:30, on, 007, 1e3]\n"
+        + "chat_template_kwargs: {a: 010, b: 1:30, c: on, d: 2026-11-28, e: 0x1F, f: yes, g: true, h: .inf, i: ~}\n"
+        + "max_steps: 0x1F\nepsilon_high: .inf\n"
+    )
+    found = read(["--config", str(tmp_path / "c.yaml")], "grpo").values
+    assert {name: str(found[name]) for name in written} == written | {"seed": "10", "learning_rate": "0.5"}
+    assert found["stop_strings"] == ["1:30", "on", "007", "1e3"]
+    assert json.loads(found["chat_template_kwargs"]) == {
+        "a": 10, "b": "1:30", "c": "on", "d": "2026-11-28", "e": 31, "f": "yes", "g": True, "h": math.inf, "i": None,
+    }  # fmt: skip
+    assert (found["max_steps"], found["epsilon_high"]) == (31, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("seed: [1, 2]\n", "seed=.* is a list, and seed takes one value"),
+        ("seed: []\n", "seed=.* is a list"),
+        ("run_name: {a: 1}\n", "run_name=.* is a mapping, and run_name takes one value"),
+        ("stop_strings: {a: 1}\n", "stop_strings=.* is a mapping, and stop_strings takes a list of values"),
+        ("seed: 1:30\n", "seed: invalid int value: '1:30'"),
+        ("seed: 0b11\n", "seed: invalid int value: '0b11'"),
+        ("run_name: !!binary aGk=\n", "run_name must be a value"),
+        ("chat_template_kwargs: {a: !!set {b}}\n", "chat_template_kwargs must be a value"),
+    ],
+)
+def test_a_value_of_another_form_is_refused_by_the_fields_name(
+    content: str, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text(content)
+    refused(lambda: read(["--config", str(tmp_path / "c.yaml")], "grpo"), says, InputError)
 
 
 def test_a_number_with_an_exponent_is_a_number_in_the_mapping_of_a_field(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ FILES = [
 ]
 NAMES = [
     Row("no file", {"dataset_name": "nowhere.jsonl"}, "does not exist"),
-    Row("no directory", {"dataset_name": "/nowhere/at/all"}, "cannot read data"),
+    Row("no directory", {"dataset_name": "/nowhere/at/all"}, "does not exist"),
     Row("an empty name", {"dataset_name": ""}, "dataset_name|data"),
     Row("no such kind", {"dataset_name": "arithmetic", "dataset_config": "roots"}, "no problems of kind"),
     Row(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from bad_input import Row, refused, rows
 from tiny import make_model, make_tokenizer
+from torch._dynamo.eval_frame import DisableContext, OptimizedModule
 from transformers import BertConfig, BertModel
 
 from lockstep import GRPOConfig, GRPOTrainer, OnlineDPOTrainer
 from lockstep.connection import connect
-from lockstep.errors import LockstepError
+from lockstep.errors import InputError, LockstepError
+from lockstep.run.data import prompts
+from lockstep.tokens import chat
 
 DATA = datasets.Dataset.from_dict({"prompt": [f"p{i}" for i in range(8)]})
 
@@ -58,6 +63,77 @@ def other(kind: str = "qwen2", **changes: Any) -> Any:
     return model
 
 
+def held(change: Callable[[Any], object] | None = None, **kind: Any) -> Any:
+    """A model as a user may give it, with the name of its files."""
+    model = make_model(**kind)
+    changed = None if change is None else change(model)
+    return model if changed is None else changed
+
+
+def without_a_gradient(model: Any) -> None:
+    model.requires_grad_(False)
+
+
+def of_no_values(model: Any) -> None:
+    model.lm_head.to("meta")
+
+
+def in_eight_bits(model: Any) -> None:
+    model.lm_head.weight.requires_grad = False
+    model.lm_head.weight.data = model.lm_head.weight.data.to(torch.int8)
+
+
+def made_for_inference(model: Any) -> None:
+    with torch.inference_mode():
+        model.lm_head.weight = torch.nn.Parameter(torch.zeros(384, 64))
+
+
+def tied(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def untied(model: Any) -> None:
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+def compiled(model: Any) -> Any:
+    """What `torch.compile` makes, also where tests have switched it off."""
+    return OptimizedModule(model, DisableContext())
+
+
+MODELS = {
+    "frozen": (without_a_gradient, {}, "all its parameters are frozen"),
+    "without values": (of_no_values, {}, "lm_head.weight have no values .device meta"),
+    "in eight bits": (in_eight_bits, {}, "lm_head.weight is torch.int8, a quantised weight"),
+    "in float16": (lambda model: model.half(), {}, "is trained in torch.float16, which needs a loss scaler"),
+    "made for inference": (made_for_inference, {}, "was made in torch.inference_mode"),
+    "tied, and the config says not": (tied, {}, "are one parameter, and its config says"),
+    "not tied, and the config says so": (untied, {"tied": True}, "are two parameters, and its config says"),
+    "compiled": (compiled, {}, "model is compiled"),
+    "with a compiled layer": (
+        lambda model: model.model.layers.__setitem__(0, compiled(model.model.layers[0])),
+        {},
+        "model is compiled",
+    ),
+}
+
+
+def raising(error: BaseException, after: int = 0) -> datasets.IterableDataset:
+    def generate() -> Any:
+        yield from ({"prompt": f"p{i}"} for i in range(after))
+        raise error
+
+    return datasets.IterableDataset.from_generator(generate)
+
+
+def endless() -> datasets.IterableDataset:
+    return datasets.IterableDataset.from_generator(lambda: ({"prompt": f"p{i}"} for i in itertools.count()))
+
+
+def fail(_: Any) -> Any:
+    return 1 / 0
+
+
 ARGUMENTS = [
     Row("a model that is a number", {"model": 42}, "model.*int"),
     Row("a model that is nothing", {"model": None}, "model.*NoneType"),
@@ -94,6 +170,22 @@ ARGUMENTS = [
         {"train_dataset": datasets.DatasetDict({"train": DATA})},
         "must be a datasets.Dataset, got DatasetDict",
     ),
+    Row(
+        "a stream that breaks",
+        {"train_dataset": raising(OSError("gone"))},
+        "row 0 cannot be read: OSError: gone",
+    ),
+    Row(
+        "a stream that exits",
+        {"train_dataset": raising(SystemExit(3))},
+        "row 0 cannot be read: SystemExit: 3",
+    ),
+    Row(
+        "a transform that raises",
+        {"train_dataset": DATA.with_transform(fail)},
+        "row 0 cannot be read: ZeroDivision",
+    ),
+    Row("rows of pandas", {"train_dataset": DATA.to_pandas()}, "Dataset.from_pandas makes one"),
     Row("empty data", {"train_dataset": DATA.select([])}, "is empty"),
     Row("data for evaluation that is a list", {"eval_dataset": [1]}, "eval dataset must be"),
     Row("a reward that is a number", {"reward_funcs": 3}, "neither a function nor a reward model"),
@@ -104,7 +196,7 @@ ARGUMENTS = [
     Row(
         "a reward that is a language model",
         {"reward_funcs": other},
-        "outputs|sequence classifier|tokenizer|reward",
+        "outputs|sequence classifier|tokenizer|reward|no model directory",
     ),
     Row("tokenizers of another number", {"reward_processing_classes": [None, None]}, "2 entries for 1"),
     Row("callbacks that are not a list", {"callbacks": 3}, "callbacks"),
@@ -130,6 +222,17 @@ CONFIGS = [
     Row("a group that is a fraction", {"num_generations": 2.5}, "num_generations"),
     Row("NaN", {"learning_rate": float("nan")}, "learning_rate"),
     Row("kwargs that are a list", {"model_init_kwargs": [1]}, "model_init_kwargs"),
+    Row(
+        "half a character in a list",
+        {"stop_strings": ["a\udcff"]},
+        "stop_strings .*a character that is not text",
+    ),
+    Row(
+        "half a character in a mapping",
+        {"chat_template_kwargs": {"a": "\udcff"}},
+        "a character that is not text",
+    ),
+    Row("a zero byte", {"output_dir": "a\0b"}, "output_dir .*holds a character that is not text"),
     Row("half a character", {"output_dir": "run\udcff"}, "output_dir .*holds a character that is not text"),
     Row(
         "a generation that no machine holds",
@@ -210,6 +313,81 @@ def test_rows_are_read_whatever_format_a_dataset_has(make: Callable[..., GRPOTra
     trainer.close()
 
 
+def test_an_evaluation_stream_without_an_end_is_one_error(
+    make: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "_MOST_EVALUATED", 50)
+    refused(lambda: make(eval_dataset=endless()), "more than 50 rows")
+
+
+def test_messages_of_numpys_format_are_messages(make: Callable[..., GRPOTrainer]) -> None:
+    data = datasets.Dataset.from_dict({"prompt": [[{"role": "user", "content": f"p{i}"}] for i in range(8)]})
+    trainer = make(train_dataset=data.with_format("numpy"))
+    assert trainer._train_prompts[0].source == [{"role": "user", "content": "p0"}]
+    trainer.close()
+
+
+@pytest.mark.parametrize("how", MODELS)
+def test_a_model_that_cannot_be_trained_is_refused_by_its_cause(
+    how: str, make: Callable[..., GRPOTrainer], untied_dir: str, tied_dir: str
+) -> None:
+    change, kind, says = MODELS[how]
+    model = held(change, **kind)
+    model.config._name_or_path = tied_dir if kind else untied_dir
+    refused(lambda: make(model=model), says)
+
+
+@pytest.mark.parametrize("within", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")])
+def test_a_trainer_is_neither_made_nor_called_where_torch_computes_otherwise(
+    within: Any, make: Callable[..., GRPOTrainer]
+) -> None:
+    trainer = make()
+    with within():
+        refused(make, "outside of it")
+        refused(trainer.train, "outside of it")
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "says"), [("cuda", "CUDA"), ({"": "cuda:0"}, "CUDA"), ("meta", "have no values|no data")]
+)
+def test_a_device_map_that_cannot_be_used_is_one_error(
+    place: Any, says: str, make: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available() and place != "meta":
+        pytest.skip("this machine has a GPU")
+    refused(lambda: make({"model_init_kwargs": {"device_map": place}}), says)
+
+
+TEMPLATES = {
+    "{{ 1 // 0 }}": "refuses these messages: ZeroDivisionError",
+    "{{ 1 + 'a' }}": "refuses these messages: TypeError",
+    "{{ range(10**12) }}": "refuses these messages: OverflowError",
+    "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}": "refuses these messages: RecursionError",
+    "{{ raise_exception('no\nsystem') }}": "refuses these messages: no system",
+    "{% for %}": "refuses these messages",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_whatever_a_template_raises_is_one_error(template: str, make: Callable[..., GRPOTrainer]) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    data = datasets.Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]] * 8})
+    refused(lambda: make(train_dataset=data, processing_class=tokenizer), TEMPLATES[template])
+
+
+def test_a_template_without_an_end_is_one_error(
+    make: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "_RENDERED", 0.2)
+    tokenizer = make_tokenizer()
+    loop = "{% for i in range(99999) %}"
+    tokenizer.chat_template = f"{loop}{loop}{{% endfor %}}{{% endfor %}}"
+    data = datasets.Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]] * 8})
+    refused(lambda: make(train_dataset=data, processing_class=tokenizer), "has a loop without an end")
+
+
 def test_a_process_whose_new_tensors_have_64_bits_is_one_error(make: Callable[..., GRPOTrainer]) -> None:
     torch.set_default_dtype(torch.float64)
     try:
@@ -242,3 +420,38 @@ def test_a_trainer_that_is_closed_trains_no_more(make: Callable[..., GRPOTrainer
     refused(lambda: closed.train(), "closed", LockstepError)
     refused(lambda: closed.evaluate(), "closed|eval_dataset", LockstepError)
     closed.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("vllm_importance_sampling_mode", "token_truncat", "did you mean 'token_truncate'"),
+        ("lr_scheduler_type", "diagonal", "The choices are: linear"),
+        ("eval_strategy", "", "The choices are: no, steps, epoch"),
+        ("debug", "x", "underflow_overflow"),
+        ("output_dir", "a" * 300, "more than 255 bytes"),
+    ],
+)
+def test_a_text_that_cannot_be_used_is_refused(name: str, value: str, says: str) -> None:
+    refused(lambda: GRPOConfig(**{"output_dir": "unused", name: value}), f"{value[:20]}.*{says}", InputError)
+
+
+@pytest.mark.parametrize("value", [np.array([1, 2]), object(), torch.tensor(3), 1j])
+@pytest.mark.parametrize(
+    "name", ["parallelism_config", "report_to", "structured_outputs_json", "beta", "stop_strings"]
+)
+def test_an_object_that_no_field_takes_is_refused_by_name(name: str, value: object) -> None:
+    refused(lambda: GRPOConfig(output_dir="unused", **{name: value}), name, InputError)
+
+
+def test_whole_numbers_are_fractions_where_a_field_has_fractions() -> None:
+    """torch's AdamW takes no pair of 0 and 0.999."""
+    made = GRPOConfig(output_dir="unused", adam_beta1=0, adam_beta2=0)
+    assert isinstance(made.adam_beta1, float)
+
+
+def test_entries_of_a_list_are_checked_by_their_type() -> None:
+    refused(lambda: GRPOConfig(output_dir="unused", bad_words=["a", 3]), "bad_words.*each entry must be text")
+    refused(
+        lambda: GRPOConfig(output_dir="unused", allowed_token_ids=[1.5]), "each entry must be a whole number"
+    )

@@ -1,6 +1,4 @@
-"""Bad reward functions: each is refused in one line that names the function, and none ends, hangs or changes the run
-in silence.
-"""
+"""Bad reward functions: one line that names the function refuses each; none ends, hangs or changes a run silently."""
 
 from __future__ import annotations
 

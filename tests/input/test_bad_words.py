@@ -50,6 +50,8 @@ COMMANDS = [
         ["grpo", "--model_name_or_path", "a\0b", "--dataset_name", "arithmetic"],
         "not text",
     ),
+    Row("a surrogate in a value", ["grpo", "--dry_run", "--bad_words", "a\udcff"], "not text"),
+    Row("a surrogate in a model", ["grpo", "--dry_run", "--model_name_or_path=a\udcff"], "not text"),
     Row("a surrogate in a name", ["grpo", "--dry_run", "--nonsense\udce9", "x"], "unknown field"),
 ]
 NUMBERS = [
@@ -194,6 +196,23 @@ def test_a_password_in_a_url_is_refused_and_not_printed(capfd: pytest.CaptureFix
     assert "hunter2" not in check(row.given, row, capfd)
 
 
+def test_a_sentence_about_a_long_input_keeps_its_beginning_and_its_end(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    said = check(
+        ["grpo", "--seed", "1" * 9000 + "x"],
+        Row("", None, "--seed: invalid int value: '11.* … .*11x'"),
+        capfd,
+    )
+    assert len(said.strip()) <= len("lockstep: ") + 500
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "accelerator_config", "vllm_server_url_file"])
+def test_settings_are_read_from_files_alone(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """/dev/full never ends."""
+    check(["grpo", "--dry_run", f"--{name}", "/dev/full"], Row("", None, f"{name}.*is not a file"), capfd)
+
+
 # Unusual values with a meaning: they are taken, and a line says what is unusual.
 UNUSUAL = [
     ("learning_rate", "2", "learning_rate=2"),
@@ -201,6 +220,7 @@ UNUSUAL = [
     ("reward_weights", "-1", ""),
     ("max_grad_norm", "inf", ""),
     ("epsilon_high", "inf", ""),
+    ("weight_decay", "1e30", "weight_decay=1e+30 is unusual"),
     ("warmup_steps", "0", ""),
 ]
 
@@ -211,6 +231,12 @@ def test_an_unusual_value_is_taken_with_a_warning(
 ) -> None:
     assert main(["grpo", "--dry_run", f"--{name}", value]) == 0
     assert says in capfd.readouterr().err
+
+
+def test_a_warm_up_longer_than_the_run_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    for steps, said in ((99, True), (9, False)):
+        assert main(["grpo", "--dry_run", "--max_steps", "9", "--warmup_steps", str(steps)]) == 0
+        assert ("is more than max_steps=9" in capfd.readouterr().err) == said
 
 
 @pytest.mark.parametrize(

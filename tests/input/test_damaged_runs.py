@@ -1,6 +1,4 @@
-"""A run directory that was damaged in many ways: the same command ends in one clear line, or continues to the same
-weights.
-"""
+"""A run directory that was damaged: the same command ends in one clear line, or continues to the same weights."""
 
 from __future__ import annotations
 

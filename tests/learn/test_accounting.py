@@ -1,5 +1,4 @@
-"""For every cut of a step into micro-batches, packs and chunks, the gradients of every method are those of the whole
-step.
+"""For every cut of a step into micro-batches, packs and chunks, every method's gradients are those of the whole step.
 
 CI leaves out the losses that also are part of a case with a correction. Before a release all cases are run, also with
 other cuts, and each option of a case is shown to move its gradients: that test guards the cases, not the product.

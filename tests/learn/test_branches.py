@@ -1,6 +1,4 @@
-"""Rollouts with several branches, or without any sampled token, in a generation: counted once, weighed once, in one
-pack.
-"""
+"""Rollouts with several branches, or without a sampled token: counted once, weighed once, in one pack."""
 
 from __future__ import annotations
 

@@ -21,9 +21,7 @@ WIDTH, VOCABULARY = 5, 11
 
 
 def plain(p: torch.Tensor, token: int) -> list[float]:
-    """Variance of log p, mass of less likely ids, mass of ids that are at most as likely: by their definitions, id by
-    id.
-    """
+    """Variance of log p, mass of less likely ids, mass of ids at most as likely: by their definitions, id by id."""
     own, possible = float(p[token]), [float(value) for value in p if value > 0]
     mean = sum(q * np.log(q) for q in possible)
     variance = sum(q * (np.log(q) - mean) ** 2 for q in possible)

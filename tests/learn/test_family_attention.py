@@ -1,6 +1,4 @@
-"""Families whose attention takes no tree learn from plain rows, with the scores and gradients of the model's own
-forward.
-"""
+"""Families whose attention takes no tree learn from plain rows, with the model's own scores and gradients."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Every filter, alone and in drawn combinations, on every engine, in fp32 and in bf16, in rollouts of one turn and of
-several.
+"""Every filter, alone and combined, on every engine, in fp32 and bf16, in rollouts of one turn and of several.
 
 The engine samples, and the trainer scores what it sampled. The gap and the sets pass the proofs of a run without
 filters. The gradient is that of whole logits to which the filters are applied by the book. Runs with `max_staleness`

@@ -1,6 +1,4 @@
-"""Log-probs, entropies and gradients under every filter are those of whole logits to which the filters are applied by
-the book.
-"""
+"""Log-probs, entropies and gradients under every filter are those of whole logits that are filtered by the book."""
 
 from __future__ import annotations
 
@@ -105,9 +103,7 @@ def check(
 
 
 def _smaller(sequence: TrainingSequence, seed: int) -> TrainingSequence:
-    """The sequence with sets from which ids at random are missing, so that tokens that share a row have different
-    sets.
-    """
+    """The sequence with sets from which random ids are missing, so that tokens that share a row have different sets."""
     kept, token = sequence.kept_ids, sequence.sampled_ids
     if kept is None:
         return sequence
@@ -248,9 +244,7 @@ def test_the_grammar_of_another_request_is_refused(model: PreTrainedModel) -> No
 
 
 def test_the_repetition_penalty_counts_inserted_ids_like_the_prompt(model: PreTrainedModel) -> None:
-    """The tokens of the second turn get the log-probs that they have after a prompt that holds everything before
-    them.
-    """
+    """The second turn's tokens get the log-probs that they have after a prompt that holds everything before them."""
     # The ids before a token are a good part of all ids.
     sampling = Sampling(
         8, repetition_penalty=1.6, top_k=20, allowed_token_ids=(5, 9, *range(40, 62)), temperature=2.0

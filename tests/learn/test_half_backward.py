@@ -23,9 +23,7 @@ CPU, SCALE = torch.device("cpu"), 0.3
 def gradients(
     ends: torch.Tensor, parts: list[torch.Tensor], dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Gradients of queries, keys and values: by `half_backward` with products in `dtype`, and with the dense mask in
-    float64.
-    """
+    """Gradients of queries, keys and values: by `half_backward` in `dtype`, and with the dense mask in float64."""
     query, key, value, of = parts
     tree = TreeAttention._planned(plan_attention(ends.numpy(), 4, 3), ends.numpy(), CPU, query.dtype)
     out, total = block_attention.attend(query, key, value, tree, SCALE)
@@ -64,9 +62,7 @@ def test_without_rounding_the_gradients_are_those_of_the_dense_mask(
 
 @pytest.mark.parametrize("common", [0.0, 5.0, 30.0])
 def test_the_rounding_is_that_of_pytorchs_kernel_in_bf16(common: float) -> None:
-    """Also where all keys have a large part in common: it is in every score of a row, and in the logarithm of its
-    denominator.
-    """
+    """Also where all keys have much in common: it is in every score of a row, and in its denominator's logarithm."""
     ends = torch.full((200,), 200)
     parts = [part.bfloat16().float() for part in drawn(200, (4, 2), torch.float32)]
     parts[1] = (parts[1] + common).bfloat16().float()

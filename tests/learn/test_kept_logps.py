@@ -1,6 +1,4 @@
-"""The logits of kept ids are those of the whole head, for every kind of head, without a matrix of tokens by
-vocabulary.
-"""
+"""The logits of kept ids are those of the whole head, for every kind of head, without a tokens × vocabulary matrix."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The memory of a run is counted exactly before its models are loaded, said in one line, and refused where it cannot
-fit.
-"""
+"""The memory of a run is counted exactly before its models load, said in one line, and refused if it cannot fit."""
 
 from __future__ import annotations
 
@@ -394,9 +392,7 @@ def test_an_engine_whose_weights_exceed_its_share_is_refused(
 def test_a_cpu_is_not_refused_for_what_fits_into_swap_or_stays_in_the_files(
     untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Frozen weights and a transformers engine may be views of the model's files, which the system reads again when
-    it must.
-    """
+    """Frozen weights and a transformers engine may be views of the model's files, which the system can read again."""
     # On a machine with a GPU the engine takes that one.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 

@@ -1,6 +1,4 @@
-"""The loss and gradients of every method in fp32, the precision of a run, are within 1e-5 of the plain padded
-reference.
-"""
+"""The loss and gradients of every method in fp32, a run's precision, are within 1e-5 of the padded reference."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ def trees() -> Iterator[None]:
 
 
 def shape_of(size: int) -> dict[str, Any]:
-    """Groups with different rewards, with equal rewards, and with a missing score; packs that contain parts of
-    several groups.
-    """
+    """Groups with different, equal and missing rewards; packs that contain parts of several groups."""
     groups = 4
     count = groups * size
     rewards: list[list[float | None]] = [[float((3 * i + g) % 4) for i in range(size)] for g in range(groups)]
@@ -76,10 +72,6 @@ def test_whatever_is_drawn_loss_and_gradients_are_within_1e_5_of_the_padded_refe
 
     def near(drawn: dict[str, Any], kind: str) -> None:
         shape = fit(variant, drawn) | {"anew": True}
-        if variant.fields.get("loss_type") == "vespo":
-            # Where policies differ as much as elsewhere, φ makes ten times as much of the rounding of a completion's
-            # weight.
-            shape["spread"] = 0.4
         run = config(variant.config, shape, **variant.fields)
         check(SUBJECTS[kind], variant.objective(run), shape, variant.reference(run))
 

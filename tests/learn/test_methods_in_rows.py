@@ -1,5 +1,4 @@
-"""Every method with a model that gets one row per completion: loss and gradients equal the padded reference, and runs
-are proven.
+"""Every method with a model of one row per completion: loss and gradients of the padded reference; proven runs.
 
 Old log-probs, reference, pairs, critic and adapter work with plain rows as they do with trees.
 

@@ -1,6 +1,4 @@
-"""Every method with real vLLM in this process: its loop pushes, every token is proven, and vLLM holds the learned
-weights.
-"""
+"""Every method with real vLLM in this process: its loop pushes, every token is proven, vLLM has the learned weights."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ def changed(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> set
 
 
 def differing(engine: VLLMInProcess, model: PreTrainedModel) -> tuple[set[str], float]:
-    """The modules that compute with other weights in the engine, and the largest gap when both sides score a few
-    sequences.
-    """
+    """The modules with other weights in the engine, and the largest gap when both sides score a few sequences."""
     probed = ModuleProbe(model, engine, torch.float32).measure(1, every=True)
     return set(probed.failed), score_canary(model, engine, CONTEXT, Precision()).max_abs
 

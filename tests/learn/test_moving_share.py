@@ -1,6 +1,4 @@
-"""Weights with too few bits for the learning rate: the share of weights that a step can move is right, and 0 is
-refused.
-"""
+"""Weights with too few bits for the learning rate: the share that a step can move is right, and 0 is refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Online DPO's own settings: rewards or a judge, the penalty for a missing end, one beta per epoch, and the mean over
-pairs.
-"""
+"""Online DPO's own settings: rewards or a judge, the penalty for a missing end, beta per epoch, mean over pairs."""
 
 from __future__ import annotations
 
@@ -162,7 +160,7 @@ def test_reward_functions_given_beside_a_reward_models_path_are_the_rewards(
         ({}, {"reward_funcs": None}, "No reward source provided"),
         ({"beta": [0.1, 0.0]}, {}, "every beta must be above 0"),
         ({"max_new_tokens": 100}, {}, "leaves no room for a prompt"),
-        ({"loss_type": "hinge"}, {}, "must be sigmoid or ipo"),
+        ({"loss_type": "hinge"}, {}, "The choices are: sigmoid, ipo"),
     ],
     ids=str,
 )

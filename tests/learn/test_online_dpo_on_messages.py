@@ -1,6 +1,4 @@
-"""Online DPO on conversational prompts: the arguments of a reward function and a judge, and the contents of the
-pairs.
-"""
+"""Online DPO on conversational prompts: the arguments of a reward function and a judge, and the pairs' contents."""
 
 from __future__ import annotations
 

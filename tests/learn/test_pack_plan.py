@@ -1,6 +1,4 @@
-"""Cuts of a micro-batch into packs: within the budget, never more packs than by filling them in turn, and no cut is
-better.
-"""
+"""Cuts of a micro-batch into packs: within the budget, no more packs than filling in turn, and no cut is better."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Packing does not change the result: loss and every gradient equal a plain padded reference, and packs have the
-right contents.
-"""
+"""Packing does not change the result: loss and gradients equal a padded reference; packs have the right contents."""
 
 from __future__ import annotations
 
@@ -62,8 +60,7 @@ def config(folder: Path | str = "unused", **fields: Any) -> GRPOConfig:
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[TrainingSequence]:
-    """One optimizer step: groups with shared prompts, shared beginnings of prompts, equal completions and mixed
-    lengths.
+    """One optimizer step: groups with shared prompts and beginnings, equal completions and mixed lengths.
 
     Tokens that were not sampled may be anywhere in a completion.
     """
@@ -146,9 +143,7 @@ def gradients_beside_reference(
     *,
     plain_rows: bool = False,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The gradients of a step that is cut into parts, and those of the reference with `exact`; the losses are
-    compared here.
-    """
+    """The gradients of a step cut into parts, and the reference's with `exact`; the losses are compared here."""
     # Delete gradients that an earlier, failed comparison may have left.
     model.zero_grad()
     exact.zero_grad()

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config.run import engine_dtype, has_fast_bf16
+from lockstep.config.run import engine_dtype
+from lockstep.devices import has_fast_bf16
 
 # The features of processors that PyTorch reports, as far as they matter here.
 EPYC_7003 = {

@@ -1,6 +1,4 @@
-"""Layers that keep only their products: the same gradients to the bit, less memory, no product computed twice, full
-clean-up.
-"""
+"""Layers that keep only their products: the same gradients to the bit, less memory, nothing computed twice."""
 
 from __future__ import annotations
 

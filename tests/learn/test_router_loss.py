@@ -1,6 +1,4 @@
-"""The auxiliary loss of a mixture of experts is that of the padded reference for every cut of a step, and is added or
-refused.
-"""
+"""The auxiliary loss of experts is the padded reference's for every cut of a step, and is added or refused."""
 
 from __future__ import annotations
 

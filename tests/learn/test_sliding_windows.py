@@ -73,9 +73,7 @@ def test_gradients_equal_the_padded_reference_at_and_around_the_reach_of_the_win
 def test_a_tree_is_right_where_it_is_wider_than_the_window_and_wrong_where_a_branch_is_longer(
     kind: str,
 ) -> None:
-    """The comparison above can fail: packs exceed the window, and a window that is too short for a branch gives wrong
-    values.
-    """
+    """The comparison above can fail: packs exceed the window; a window too short for a branch gives wrong values."""
     sequences = [
         TrainingSequence(f"a#{i}", tuple(range(4, 12)), (20 + i, 30 + i, 40 + i, 50 + i), (0.0,) * 4)
         for i in range(6)

@@ -1,6 +1,4 @@
-"""Log-probs and entropies without a whole matrix of logits: right values, right gradients, in the memory of one
-chunk.
-"""
+"""Log-probs and entropies without a whole matrix of logits: right values and gradients, in one chunk's memory."""
 
 from __future__ import annotations
 

@@ -44,6 +44,50 @@ def state(model: Any) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"target_modules": ["q_proj", "k_prj", "w_out"]},
+            "no layer k_prj, w_out; did you mean k_proj? Only q_proj is",
+        ),
+        (
+            {"modules_to_save": ["embed_tokens", "score"]},
+            "modules_to_save: the model has no layer score; only emb",
+        ),
+        (
+            {"exclude_modules": ["q_proj", "qq"]},
+            "exclude_modules: the model has no layer qq; only q_proj is used",
+        ),
+    ],
+    ids=str,
+)
+def test_names_of_layers_that_the_model_has_not_are_said(
+    fields: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = peft.LoraConfig(**{"target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM", **fields})
+    add_adapter(make_model(), config)
+    (line,) = [r.getMessage() for r in caplog.records if "the model has no layer" in r.getMessage()]
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"target_modules": "all-linear"}, {"target_modules": ["layers.0.mlp.up_proj"]}], ids=str
+)
+def test_names_that_the_model_has_are_not_said(
+    fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    add_adapter(make_model(), peft.LoraConfig(**{"target_modules": ["q_proj"], **fields}))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("field", ["target_modules", "modules_to_save", "exclude_modules"])
+def test_a_field_of_which_no_name_is_there_is_refused(field: str) -> None:
+    config = peft.LoraConfig(**{"target_modules": ["q_proj"], field: ["k_prj"]})
+    with pytest.raises(InputError, match=f"{field}: the model has no layer k_prj; did you mean k_proj"):
+        add_adapter(make_model(), config)
+
+
 def test_the_causal_model_is_the_one_inside() -> None:
     plain, model = make_model(), adapted()
     assert causal_model(plain) is plain

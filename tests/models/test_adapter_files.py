@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -139,9 +140,9 @@ def _other_shape(tensors: dict[str, torch.Tensor]) -> None:
     tensors[name] = tensors[name][:, :1].clone()
 
 
-def _other_rank(adapter: Path) -> None:
+def _config(adapter: Path, **changes: Any) -> None:
     path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"r": 8}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,12 @@ def _other_rank(adapter: Path) -> None:
         (lambda a: _with(a, _foreign), "has weights that the base has no place for"),
         (lambda a: _with(a, _one_nan), "NaN or infinite"),
         (lambda a: _with(a, _other_shape), "cannot be loaded onto"),
-        (_other_rank, "cannot be loaded onto"),
+        (lambda a: _config(a, r=8), "cannot be loaded onto"),
+        (lambda a: _config(a, lora_alpha=0), "scales .* by 0"),
+        (lambda a: _config(a, lora_alpha=math.nan), "scales .* by nan"),
+        (lambda a: _config(a, peft_type="NOPE"), "has the peft_type 'NOPE'"),
+        (lambda a: (a / "adapter_config.json").write_text("[]"), "cannot be read .TypeError"),
+        (lambda a: (a / "adapter_config.json").write_text("[" * 100_000), "cannot be read .RecursionError"),
         (lambda a: (a / WEIGHTS).write_bytes(b"not a file"), "cannot be loaded onto"),
         (lambda a: (a / WEIGHTS).unlink(), "has no adapter_model.safetensors"),
         (lambda a: (a / "adapter_config.json").unlink(), "has no adapter_config.json"),

@@ -1,6 +1,4 @@
-"""What is pushed has the names and values that `save_pretrained` writes, even if a family keeps its experts in fused
-tensors.
-"""
+"""A push has the names and values that `save_pretrained` writes, even if a family keeps experts in fused tensors."""
 
 from __future__ import annotations
 

@@ -47,6 +47,15 @@ def classifier(folder: Path) -> Path:
     return folder
 
 
+def in_eight_bits(tensors: Tensors) -> None:
+    tensors[QUERY] = tensors[QUERY].to(torch.int8)
+
+
+def test_weights_that_are_stored_as_codes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"{QUERY} is stored as I8, a quantised weight"):
+        load_policy(rewritten(save_model(tmp_path / "model"), in_eight_bits))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -1,5 +1,4 @@
-"""Code that comes with a model is never run, and nobody is asked whether to run it: not by one loader, and not by a
-command.
+"""Code that comes with a model is never run, and nobody is asked whether to run it, by any loader or command.
 
 The model of these tests names a class of its own for everything that transformers can load. The class writes a file
 when its module is imported. A `y` lies on the standard input.

@@ -1,5 +1,4 @@
-"""Digests of pushes on this device: what they are, where the host waits for them, and the bytes that come to main
-memory.
+"""Digests of pushes on this device: what they are, where the host waits, and the bytes that reach main memory.
 
 `runs.py` calls it on the pretend GPU, and `test_runs.py` reads the result.
 """
@@ -35,9 +34,7 @@ _KEY = 7
 
 
 class Counted:
-    """What a block of code has let the host wait for, by place; the bytes that came from the device; the operations
-    there.
-    """
+    """What a block of code lets the host wait for, by place; bytes that came from the device; operations there."""
 
     def __init__(self) -> None:
         self.waits: Counter[str] = Counter()

@@ -240,9 +240,7 @@ class Engine:
 
 
 def pushed(folder: Path) -> Result:
-    """Pushes of a model on the device to a second process over the transport that `auto` chooses, and handles that
-    are refused.
-    """
+    """Pushes on the device to a second process over the transport that `auto` chooses, and handles that are refused."""
     from lockstep.weights.wire import shared_memory
     from lockstep.weights.wire.stream import chunks
 

@@ -62,9 +62,7 @@ class Log:
             self.sizes.clear()
 
     def _place(self) -> str:
-        """File and line of the innermost frame of the code under test; for autograd's own thread, that of the main
-        thread.
-        """
+        """File and line of the innermost frame of the code under test; of the main thread for autograd's own thread."""
         if (own := self._own(sys._getframe())) is not None:
             return own
         main = self._own(sys._current_frames().get(threading.main_thread().ident or 0))

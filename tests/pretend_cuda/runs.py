@@ -174,8 +174,7 @@ def _verified(folder: Path) -> Result:
 
 
 def _pushed(folder: Path) -> Result:
-    """Pushes of a model on this device over each transport that needs no GPU at the other end, in two dtypes; what
-    arrives, and whether each digest is that of the same weights on the CPU."""
+    """Pushes on this device over each transport without a GPU at the other end, in two dtypes, and their digests."""
     import torch
     from peft import LoraConfig, get_peft_model
     from test_changes import KeepingWorker, Receiver

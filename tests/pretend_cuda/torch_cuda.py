@@ -1,6 +1,4 @@
-"""The Python side of the device: what `torch.cuda` says about it, and the few bindings that a CPU build of PyTorch
-lacks.
-"""
+"""The Python side of the device: what `torch.cuda` says about it, and bindings that a CPU build of PyTorch lacks."""
 
 from __future__ import annotations
 

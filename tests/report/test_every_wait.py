@@ -1,6 +1,4 @@
-"""Every wait in the source says what it waits for (`progress.py`), or stands in this table with the reason why it
-need not.
-"""
+"""Every wait in the source says what it waits for (`progress.py`), or stands in this table with a reason."""
 
 from __future__ import annotations
 
@@ -57,6 +55,7 @@ SILENT = {
     "it lasts at most a few seconds": """
         threads.py::CallLoop.__init__ engines/servers/set.py::ServerSet.healthy extras/agents/agent_program.py::Agent._execute
         extras/agents/web.py::Gateway.close progress.py::Heartbeat.stop
+        cli/process.py::EndAtOnce.leave_threads
         rollouts/driver.py::Driver._settle rollouts/programs/tools.py::ToolCalls.settled
         rollouts/programs/workers.py::_gives_way threads.py::_limit
         server/supervisor.py::Supervisor._sleep weights/wire/groups.py::own_address""",  # noqa: E501

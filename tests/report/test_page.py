@@ -212,9 +212,7 @@ HALF = {**START, "limits": {**START["limits"], "mean": 0.15, "k3": 0.02, "max": 
 
 
 def half_precision() -> list[dict[str, Any]]:
-    """Three steps in bf16: the first two are judged together, though k3 of the first alone is above its limit; the
-    third waits.
-    """
+    """Three steps in bf16: two are judged together, though k3 of the first is above its limit; the third waits."""
     few = {"sum_abs_gap": 40 * 0.2, "sum_k3": 40 * 0.0252, "max_abs_gap": 0.45, "max_allowed": 4.2}
     many = {
         "checked_tokens": 260,
@@ -403,9 +401,7 @@ def places_of_a_run(folder: Path) -> list[tuple[Any, ...]]:
 def test_no_value_of_a_strangers_run_is_obeyed(
     is_chosen: Callable[[tuple[Any, ...]], bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Values of its files are replaced by a text with tags, one at a time: the page shows it, or the file or line is
-    left out.
-    """
+    """Values of its files become a text with tags, one at a time: the page shows it, or leaves file or line out."""
     shown = left_out = 0
     for path in filter(is_chosen, places_of_a_run(tmp_path)):
         code = main(["report", str(written_run(tmp_path, path, HOSTILE))])

@@ -16,9 +16,9 @@ from transformers import TrainerState
 from lockstep.progress import StatusLine, busy, watched_by
 from lockstep.report.live import About, LiveView, clock
 from lockstep.report.phases import PhaseClock
-from lockstep.report.sparkline import sparkline
 from lockstep.report.summary import summarise, summary_lines
 from lockstep.run.files.logs import StepLog
+from lockstep.terminal import sparkline
 
 
 def line(step: int, **changes: Any) -> dict[str, Any]:

@@ -1,6 +1,4 @@
-"""No command is silent for long: away from a terminal, work that lasts prints further lines; on a terminal a spinner
-turns.
-"""
+"""No command is silent for long: lasting work prints further lines, and on a terminal a spinner turns."""
 
 from __future__ import annotations
 

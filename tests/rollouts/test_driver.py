@@ -1,6 +1,4 @@
-"""The rollout loop: many programs run at once, without a barrier, and an error or an interrupt leaves nothing
-behind.
-"""
+"""The rollout loop: many programs run at once, without a barrier; an error or interrupt leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ def run(
 
 
 def says(*texts: str) -> Callable[[list[Completion]], list[Completion]]:
-    """A change of answers: the n-th call of each rollout says the n-th of these texts, and is cut there unless it
-    ends itself.
-    """
+    """A change of answers: a rollout's n-th call says the n-th of these texts, cut there unless it ends itself."""
 
     def change(answers: list[Completion]) -> list[Completion]:
         found = []

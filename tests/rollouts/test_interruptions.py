@@ -1,6 +1,4 @@
-"""Interrupted completions equal, token for token, those of a simple loop that inserts the interruption where it is
-due.
-"""
+"""Interrupted completions equal, token for token, those of a simple loop that inserts the interruption when due."""
 
 from __future__ import annotations
 

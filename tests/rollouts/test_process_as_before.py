@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,16 @@ import pytest
 import torch
 from scored import score_groups
 from test_rewards import groups
+from tiny import make_tokenizer
 
 from lockstep import threads
+from lockstep.errors import InputError
+from lockstep.extras.agents.agent_program import Agent, AgentFailed
 from lockstep.rollouts.judges import judge_pairs
+from lockstep.rollouts.programs.rollout_func import Bounds
 from lockstep.rollouts.programs.workers import Worker
 from lockstep.rollouts.rewards import reward_name
+from lockstep.run.programs import RolloutFunction
 
 
 def read() -> dict[str, Any]:
@@ -35,6 +41,10 @@ def read() -> dict[str, Any]:
         "alarm": signal.getitimer(signal.ITIMER_REAL)[0] > 0,
         "sys.stdout": (sys.stdout, sys.stderr),
     }
+
+
+def rollout_function(function: Callable[..., Any]) -> RolloutFunction:
+    return RolloutFunction(function, None, make_tokenizer(), Bounds(384, 8, 64, [0]))
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
@@ -54,6 +64,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kinds = [*threads._OF_MAIN_THREAD, *threads._SHARED]
     before = [kind.read() for kind in kinds]
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
+    # A shell starts what runs in its background with SIGINT ignored, and then the function would change nothing.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for kind, value in zip(kinds, before, strict=True):
         if kind.put_back is not None:
@@ -61,7 +73,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("what", CHANGES)
-@pytest.mark.parametrize("kind", ["reward", "judge"])
+@pytest.mark.parametrize("kind", ["reward", "judge", "rollout_func"])
 def test_what_a_function_changes_of_the_process_is_put_back_and_said_once(
     what: str, kind: str, clean: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -78,13 +90,30 @@ def test_what_a_function_changes_of_the_process_is_put_back_and_said_once(
     for _ in range(2):
         if kind == "reward":
             score_groups(groups(), [score], [1.0])
+        elif kind == "rollout_func":
+            with pytest.raises(InputError, match="rollout_func returned"):
+                rollout_function(lambda prompts, trainer: [CHANGES[what](tmp_path)]).groups([], 2, 1)
         else:
             pairs = [type(g)(g.prompt, g.rollouts[:2]) for g in groups()]
             judge_pairs(pairs, Judge(), 60.0)
         assert read() == before
     said = [record.getMessage() for record in caplog.records if what in record.getMessage()]
     assert len(said) == 1
-    assert said[0].startswith(f"{'reward function score' if kind == 'reward' else 'judge Judge'} changed")
+    who = {"reward": "reward function score", "judge": "judge Judge"}.get(kind, kind)
+    assert said[0].startswith(f"{who} changed")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_agent_leaves_folder_and_locale(fails: bool, clean: None, tmp_path: Path) -> None:
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        os.chdir(tmp_path)
+        locale.setlocale(locale.LC_ALL, "C")
+        return 1.0 / (0 if fails else 1)
+
+    before = read()
+    with pytest.raises(AgentFailed) if fails else nullcontext():
+        asyncio.run(Agent(agent, None, 60.0).run("http://127.0.0.1", "key", {}))
+    assert read() == before
 
 
 def test_a_coroutine_function_leaves_the_folder_too(clean: None, tmp_path: Path) -> None:

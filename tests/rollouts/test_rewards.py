@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import signal
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,6 +114,41 @@ def test_a_coroutine_that_takes_too_long_is_named() -> None:
         rewards_of(stuck, timeout=0.05)
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_error_whose_text_cannot_be_made_is_named() -> None:
+    def mute(**_: Any) -> list[float]:
+        raise Mute
+
+    with pytest.raises(InputError, match="mute raised Mute: without a text"):
+        rewards_of(mute)
+
+
+@pytest.mark.parametrize("how", ["returns", "raises"])
+def test_a_copy_of_the_process_that_a_function_has_made_does_not_go_on(how: str, tmp_path: Path) -> None:
+    def forks(**_: Any) -> list[float]:
+        if os.fork() == 0:
+            if how == "raises":
+                raise ValueError("in the copy")
+            return [1.0] * 6
+        return [1.0] * 6
+
+    process = os.getpid()
+    try:
+        assert rewards_of(forks) == [[1.0] * 3] * 2
+        (tmp_path / str(os.getpid())).touch()
+    finally:
+        if os.getpid() != process:
+            # The copy has come back. As a second pytest it would end in place of this one.
+            os._exit(3)
+    _, status = os.wait()
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.mark.parametrize("values", [np.ones(6), torch.ones(6), tuple([1] * 6)])
 def test_arrays_and_tuples_of_numbers_are_taken(values: Any) -> None:
     assert rewards_of(lambda **_: values) == [[1.0] * 3] * 2
@@ -131,6 +168,9 @@ def raises(**_: Any) -> list[float]:
         (lambda **_: ["good"] * 6, "'good', not a number"),
         (lambda **_: 1.0, "returned float, not a list"),
         (lambda **_: None, "returned NoneType, not a list"),
+        (lambda **_: b"abcdef", "returned bytes, not a list"),
+        (lambda **_: "abcdef", "returned str, not a list"),
+        (lambda **_: torch.ones(6, device="meta"), "an answer that cannot be read: NotImplementedError"),
         (lambda log_metric, **_: log_metric("loss", 1.0), "'loss' cannot be a metric's name"),
         (lambda log_metric, **_: log_metric("parity/gap", 1.0), "'parity/gap' cannot be a metric's name"),
         (lambda log_metric, **_: log_metric("update/norm", 1.0), "'update/norm' cannot be a metric's name"),

@@ -1,6 +1,4 @@
-"""Three ranks in separate processes: arrays arrive complete, a value for all ranks is encoded once, and no rank waits
-forever.
-"""
+"""Three processes as ranks: arrays arrive whole, a value for all is encoded once, and no rank waits forever."""
 
 from __future__ import annotations
 

@@ -234,9 +234,7 @@ def make(
     evaluation: Any = None,
     **fields: Any,
 ) -> OnlineTrainer:
-    """A trainer with two steps (or the steps of its case), each cut into micro-batches of `size` on each of `ranks`
-    processes.
-    """
+    """A trainer with two steps (or its case's), each cut into micro-batches of `size` on each of `ranks` processes."""
     chosen = CASES[case]
     base: dict[str, Any] = {
         "max_steps": 2,
@@ -297,9 +295,7 @@ def gradients(trainer: OnlineTrainer) -> Steps:
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two sets of tensors, relative to each tensor's norm; for a tensor near zero, to the
-    norm of all.
-    """
+    """The largest difference of two sets of tensors, by each tensor's norm; near zero, by the norm of all."""
     assert one.keys() == other.keys()
     whole = sum(float(tensor.norm()) ** 2 for tensor in one.values()) ** 0.5
     parts = [(other[name] - tensor).norm() / (tensor.norm() + 1e-3 * whole) for name, tensor in one.items()]

@@ -1,6 +1,4 @@
-"""Trees of tokens drawn at random, the dense mask that they stand for, and attention by trees for packs as small as
-the tests'.
-"""
+"""Random trees of tokens, the dense mask that they stand for, and attention by trees for packs of the tests' size."""
 
 from __future__ import annotations
 

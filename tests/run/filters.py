@@ -1,5 +1,4 @@
-"""Completions that a small sampler draws with filters, and their scores by the book: whole logits in double
-precision, row by row.
+"""Completions that a small sampler draws with filters, and their scores by the book: logits in double, row by row.
 
 The sampler and the scores share one function, which applies vLLM's steps one after the other to one row of logits.
 """
@@ -48,9 +47,7 @@ def allowed_by(grammar: Grammar | None) -> Allowed:
 def processed(
     logits: torch.Tensor, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int], allowed: Allowed
 ) -> torch.Tensor:
-    """(V,) logits after all steps that depend on ids, divided by the temperature, with −inf for ids that cannot be
-    sampled.
-    """
+    """(V,) logits after all steps that depend on ids, over the temperature; −inf for ids that cannot be sampled."""
     banned = ~allowed(sampled)
     if sampling.allowed_token_ids is not None:
         banned |= ~torch.isin(torch.arange(VOCABULARY), torch.tensor(sampling.allowed_token_ids))

@@ -60,9 +60,7 @@ class Variant:
 
 
 def fit(variant: Variant, shape: dict[str, Any]) -> dict[str, Any]:
-    """Change the shape to one that the method accepts: pairs need one step per generation and micro-batches of whole
-    pairs.
-    """
+    """Change the shape to one that the method accepts: pairs need one step per generation and whole pairs."""
     if variant.method != "OnlineDPO":
         return shape
     micro = shape["micro"]

@@ -94,9 +94,7 @@ def determinism() -> dict[str, Any]:
 
 
 def reads_in_other_threads() -> dict[str, Any]:
-    """For each digest: how many tensors of the GPU another thread has read, and how many of them before they were
-    written.
-    """
+    """For each digest: how many of the GPU's tensors another thread has read, and how many too early."""
     of_thread, reads, detach = threading.local(), [], torch.Tensor.detach
     here = threading.get_ident()
 

@@ -17,9 +17,7 @@ from lockstep.learn.sequence import TrainingSequence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tree(TrainingSequence):
-    """A rollout of several branches as the reference sees it: the sampled tokens of all branches, one branch after
-    the other.
-    """
+    """A rollout of several branches as the reference sees it: the sampled tokens of one branch after the other."""
 
     branches: tuple[TrainingSequence, ...] = ()
 

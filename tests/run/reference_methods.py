@@ -1,5 +1,4 @@
-"""A plain second version of every method: whole logits of padded rows, loops over groups and tokens, no
-`lockstep.algorithms`.
+"""A plain second version of every method: whole logits of padded rows, loops over groups and tokens.
 
 The formulas are those of the papers, with TRL's constants if TRL has the method and OpenRLHF's otherwise. Each
 function takes a whole generation and returns the loss of one of its optimizer steps.
@@ -32,6 +31,7 @@ class Drawn:
         cut: whether each completion ended at the length limit.
         moved: whether the policy has changed since sampling.
         anew: whether a case is drawn again if the last bit of fp32 would decide its result.
+        logp_error: the error of each log-prob from which the weight of a whole completion is made, in nats.
     """
 
     sequences: list[TrainingSequence]
@@ -39,6 +39,7 @@ class Drawn:
     cut: list[bool]
     moved: bool
     anew: bool = False
+    logp_error: float = 0.0
 
     @property
     def flat_rewards(self) -> list[float | None]:
@@ -56,9 +57,7 @@ class Padded:
 
 
 def padded(model: PreTrainedModel, sequences: Sequence[TrainingSequence], temperature: float) -> Padded:
-    """One row per branch, whole logits, of which those before sampled tokens count; then the tokens of each rollout
-    as one row.
-    """
+    """One row per branch, whole logits, counted before sampled tokens; then each rollout's tokens as one row."""
     branches = [(i, branch) for i, s in enumerate(sequences) for branch in branches_of(s)]
     rows = [torch.from_numpy(np.concatenate([s.prompt_ids, s.completion_ids])) for _, s in branches]
     width, longest = max(map(len, rows)), max(len(sampled_places(s)) for s in sequences)
@@ -162,9 +161,7 @@ def second_score(reward: float | None) -> float | None:
 
 
 def by_function(drawn: Drawn, weights: Sequence[float]) -> list[float]:
-    """GDPO's advantages: scores are normalised per function and group and summed; the sums are normalised over the
-    generation.
-    """
+    """GDPO's advantages: scores are normalised per function and group, summed, and normalised over the generation."""
     totals: list[float | None] = []
     for group in drawn.rewards:
         columns = [group, [second_score(r) for r in group]]
@@ -271,6 +268,12 @@ def clipped(ratio: torch.Tensor, advantages: torch.Tensor, config: Any) -> torch
     return -torch.minimum(far * advantages, near * advantages)
 
 
+def drawn_errors(lengths: torch.Tensor, each: float) -> torch.Tensor:
+    """(B, 1) errors of sums of `lengths` (B, 1) log-probs, each with an independent error of this size."""
+    noise = torch.randn(lengths.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return each * lengths.sqrt() * noise
+
+
 def grpo(
     model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, coefficient: float | None = None
 ) -> Any:
@@ -304,7 +307,7 @@ def grpo(
         # A value that all tokens of a completion share counts once.
         whole = config.vllm_importance_sampling_mode.startswith("sequence")
         corrected = weight.log()[:, :1] if whole else (weight.log() * now.mask).sum(1, keepdim=True)
-        w = (drift + corrected).clamp(math.log(1e-8), 20.0).exp()
+        w = (drift + corrected + drawn_errors(lengths, drawn.logp_error)).clamp(math.log(1e-8), 20.0).exp()
         k = torch.where(advantages >= 0, config.vespo_k_pos, config.vespo_k_neg)
         rate = torch.where(advantages >= 0, config.vespo_lambda_pos, config.vespo_lambda_neg)
         loss = -(w**k * (rate * (1 - w)).exp()) * advantages * now.logps

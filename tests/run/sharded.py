@@ -119,9 +119,7 @@ def with_settings(name: str) -> Callable[[str, Path], Any]:
 
 
 def served(model: str, folder: Path) -> Any:
-    """With a real vLLM server: the steps of the sharded model and of the whole one; then everything at once,
-    sharded.
-    """
+    """With a real vLLM server: the steps of the sharded and of the whole model; then everything at once, sharded."""
     from accounts import PROMPTS
     from two_ranks import on_server
 

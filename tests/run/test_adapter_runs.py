@@ -1,6 +1,4 @@
-"""GRPO that trains an adapter: it is proven like any other run, resumed exactly to the bit, and saved for plain
-PEFT.
-"""
+"""GRPO that trains an adapter: proven like any other run, resumed to the bit, and saved for plain PEFT."""
 
 from __future__ import annotations
 

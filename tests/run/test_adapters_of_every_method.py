@@ -1,6 +1,4 @@
-"""LoRA and QLoRA with every method: only the adapter changes, every token is proven, and a resumed run is exact to
-the bit.
-"""
+"""LoRA and QLoRA with every method: only the adapter changes, every token is proven, a resumed run is exact."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Reward functions are asked again: wrong scores stop the run, and functions that cannot be compared are left out by
-name.
-"""
+"""Reward functions are asked again: wrong scores stop the run; what cannot be compared is left out by name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What libraries build from a config's mappings is built once before a model is loaded: a wrong value is one
-sentence.
-"""
+"""What libraries build from a config's mappings is built before a model loads: a wrong value is one sentence."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A config that asks for DeepSpeed: who shards, what contradicts it, and that transformers and accelerate make
-nothing of it.
-"""
+"""A config that asks for DeepSpeed: who shards, what contradicts it, and that transformers makes nothing of it."""
 
 from __future__ import annotations
 

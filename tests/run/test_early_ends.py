@@ -1,6 +1,4 @@
-"""A run that stops before its last step is finished only if somebody has asked for that; whatever else stops it
-interrupts it.
-"""
+"""A run that stops before its last step is finished only if somebody asked; anything else interrupts it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Every file is written by `src/lockstep/files.py`, or its place stands in this table with the reason why it need not
-be.
+"""Every file is written by `src/lockstep/files.py`, or its place stands in this table with the reason.
 
 The functions there replace a file in one step, so that a kill or a full disk leaves the whole old content or the
 whole new one.

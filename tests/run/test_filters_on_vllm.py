@@ -1,6 +1,4 @@
-"""Runs with filters and real vLLM: the gap stays within the limits of a run without filters, and the proofs find
-wrong filters.
-"""
+"""Runs with filters and real vLLM: the gap is within the limits of a run without, and wrong filters are found."""
 
 from __future__ import annotations
 

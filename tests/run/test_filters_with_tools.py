@@ -1,6 +1,4 @@
-"""Runs with filters and tools, with several optimizer steps per generation: the gap is that of a run without
-filters.
-"""
+"""Runs with filters and tools, several optimizer steps per generation: the gap is that of a run without filters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Fields of `transformers.TrainingArguments` that cannot harm a run are taken, and do what they say or say that they
-do nothing.
-"""
+"""Harmless fields of `transformers.TrainingArguments` are taken, and do what they say or say that they do nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Every method resumes exactly to the bit; a checkpoint without a method's file is refused, and the error names the
-file.
-"""
+"""Every method resumes to the bit; a checkpoint without a method's file is refused by the file's name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A field that is declared in one place is in help, refusals, the described fields, the page, the docstring and the
-identity.
-"""
+"""A field declared in one place is in help, refusals, described fields, page, docstring and identity."""
 
 from __future__ import annotations
 
@@ -72,7 +70,8 @@ def test_its_entry_in_the_described_fields_says_what_was_declared(
     described: dict[str, dict[str, Any]],
 ) -> None:
     assert described["grpo"]["owls"] == {
-        "type": "int", "default": "3", "group": "server", "common": True, "help": "Number of owls. They sit.",
+        "type": "int", "default": "3", "group": "server", "common": True, "bounds": {"low": 1, "high": 9},
+        "help": "Number of owls. They sit.",
     }  # fmt: skip
     assert described["grpo"]["blue_owls"]["only"] == (False, "owls are brown")
     assert described["grpo"]["owl_ages"]["default"] == "4"

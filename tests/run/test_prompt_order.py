@@ -92,9 +92,7 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
 def test_a_solved_prompt_is_in_no_later_pass_and_every_other_is_in_each(
     count: int, size: int, seed: int, hard: set[int], data: st.DataObject
 ) -> None:
-    """Compare with a step-by-step version that keeps a list of the pass's remaining prompts and a set of the solved
-    ones.
-    """
+    """Compare with a step-by-step version: a list of the pass's remaining prompts and a set of the solved ones."""
     size = min(size, count)
     order, plain = order_of(count, size, seed, at=0.9), order_of(count, size, seed)
     solved: set[int] = set()

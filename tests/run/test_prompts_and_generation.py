@@ -56,6 +56,16 @@ def test_a_row_that_is_too_long_or_cannot_be_rendered_is_named() -> None:
             PromptReader(tokenizer),
             max_prompt_length=20,
         )
+    with pytest.raises(
+        InputError, match="beside max_new_tokens=500: shorten or drop the row, or lower max_new_tokens"
+    ):
+        load_prompts(
+            Dataset.from_dict({"prompt": ["z" * 100]}),
+            "train",
+            tokenizer,
+            max_prompt_length=20,
+            limit=("max_new_tokens", 500),
+        )
     with pytest.raises(InputError, match="prompt train/1: a prompt has no tokens"):
         load_prompts(
             Dataset.from_dict({"prompt": ["ok", ""]}), "train", PromptReader(tokenizer), max_prompt_length=20

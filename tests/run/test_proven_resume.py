@@ -1,6 +1,4 @@
-"""A run goes on only with the state, the data, the rewards and the settings with which it stopped, or says what has
-changed.
-"""
+"""A run goes on only with the state, data, rewards and settings of its stop, or says what has changed."""
 
 from __future__ import annotations
 
@@ -290,7 +288,9 @@ def test_a_checkpoint_that_was_compared_already_is_not_read_a_second_time(make: 
     run, other = make(tmp_path, max_steps=3), make(tmp_path, {"train_dataset": other_rows()}, max_steps=3)
     for trainer in (run, other):
         trainer.checked = tmp_path / "checkpoint-2", start
-    with patch.object(whole_checkpoints, "check_checkpoint", side_effect=AssertionError("read again")):
+    with patch.object(
+        whole_checkpoints.checkpoints, "check_checkpoint", side_effect=AssertionError("read again")
+    ):
         with pytest.raises(InputError, match="these have changed since: train data"):
             resume(other, tmp_path)
         resume(run, tmp_path)

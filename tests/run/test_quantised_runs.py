@@ -1,6 +1,4 @@
-"""Runs that sample with weights in 8 bits: every proof is on, the gap is explained, and importance weights correct
-for it.
-"""
+"""Runs that sample with weights in 8 bits: all proofs are on, the gap is explained, importance weights correct it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The reference model starts as the policy, changes only if it is configured to follow, and costs nothing with an
-adapter.
-"""
+"""The reference model starts as the policy, changes only if asked to follow, and costs nothing with an adapter."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""For all settings of checkpoints and logs, a checkpoint is saved only after a step from which the run resumes to the
-bit.
-"""
+"""For all settings of checkpoints and logs, a checkpoint follows a step from which the run resumes to the bit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The rollouts of training that a run keeps: every value as the trainer had it, within a limit, whole after a kill or
-a failure.
-"""
+"""The rollouts that a run keeps: every value as the trainer had it, within a limit, whole after a kill."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError
@@ -63,7 +64,7 @@ def make(untied_dir: str, tmp_path: Path, engine: Engine) -> Callable[..., GRPOT
             "learning_rate": 1e-3,
         }
         base |= {"report_to": "none", "num_generations_eval": 2, "recheck_rewards": False}
-        config = GRPOConfig(str(tmp_path / "run"), **{**base, **fields})
+        config = GRPOConfig(**{"output_dir": str(tmp_path / "run"), **base, **fields})
         return GRPOTrainer(untied_dir, by_length, config, PROMPTS, data, engine=engine)
 
     return made
@@ -141,6 +142,35 @@ def test_a_script_leaves_the_files_of_the_command_line(
     assert not (folder / "before.json").exists()
 
 
+def test_an_evaluation_at_the_start_is_in_the_metrics_and_the_report(
+    make: Callable[..., GRPOTrainer], tmp_path: Path
+) -> None:
+    folder, saved = tmp_path / "run", {"save_strategy": "steps", "save_steps": 2}
+    for earlier in (0, 2):
+        run = make(HELD_OUT, eval_on_start=True, max_steps=2 + earlier, **saved)
+        run.train(resume_from_checkpoint=str(folder / "checkpoint-2") if earlier else None)
+        record = read_run(folder)
+        evaluated = [line["step"] for line in record.metrics if "eval_reward" in line]
+        assert evaluated == ([0, 2] if earlier else [0])
+        assert [line["step"] for line in record.steps] == list(range(1, 3 + earlier))
+    assert "held out" in (folder / "report.html").read_text()
+    # The lines of the part before are those of the checkpoint.
+    assert not list(folder.glob("damaged-*"))
+
+
+def test_a_callback_that_changes_the_folder_does_not_split_the_run(
+    make: Callable[..., GRPOTrainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = make(output_dir="run", save_strategy="steps", save_steps=1)
+    run.add_callback(Seen(lambda step: os.chdir(tmp_path / "elsewhere")))
+    run.train()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert len(read_run(tmp_path / "run").steps) == 3
+    assert {"checkpoint-3", "summary.json", "receipt.jsonl"} <= names(tmp_path / "run")
+
+
 def strict(text: str) -> Any:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
@@ -157,6 +187,7 @@ def test_the_files_of_a_run_are_json_where_a_figure_is_nan(
     files, nan = RunFiles(trainer, 0.0), float("nan")  # type: ignore[arg-type]
     files.on_train_begin(None, None, None)
     monkeypatch.setattr(files, "write_report", lambda: None)
+    monkeypatch.setattr(files, "_begin", lambda state: None)
     files.on_log(
         None, SimpleNamespace(global_step=3), None, {"loss": nan, "entropy": 1.0, "eval_reward": float("inf")}
     )

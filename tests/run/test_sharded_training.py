@@ -49,9 +49,7 @@ def folder(root: Path, kind: str) -> Path:
 
 @pytest.fixture(scope="module")
 def start(untied_dir: str, root: Path) -> Callable[[str, int, bool], Path]:
-    """Does all the work of one group of ranks, once, and returns the folder of its results. 0 ranks: the kind is
-    "alone".
-    """
+    """Does all the work of one group of ranks once, and returns its folder. 0 ranks: the kind is "alone"."""
 
     @functools.cache
     def started(kind: str, ranks: int, others: bool) -> Path:
@@ -96,9 +94,7 @@ def same_run(one: dict[str, Any], other: dict[str, Any], limit: float = 1e-6) ->
 
 
 def _curves(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """The logs of a run without the figures of its proofs: they have the rounding of other packs, or shards lack the
-    proof.
-    """
+    """The logs of a run without its proofs' figures: they have other packs' rounding, or shards lack the proof."""
     return [
         {n: v for n, v in log.items() if not n.startswith(("parity/", "checked/"))} for log in run["logs"]
     ]

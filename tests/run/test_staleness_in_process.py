@@ -1,6 +1,4 @@
-"""Generations ahead on an engine in this process: every token has a known age, and a minimum of every generation is
-compared.
-"""
+"""Generations ahead on an engine in this process: every token's age is known, a minimum of each is compared."""
 
 from __future__ import annotations
 

@@ -116,9 +116,7 @@ CLIPPED: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_g
 
 
 def resumed(rank: int, model: str, folder: Path) -> dict[str, Any]:
-    """Four steps at once; and two steps, then two more in another trainer, with a method that keeps every kind of
-    state.
-    """
+    """Four steps at once; and two steps, then two more in another trainer, with a method of every kind of state."""
     import shutil
 
     from accounts import make
@@ -411,9 +409,7 @@ def fails_to_learn(rank: int, model: str, folder: Path) -> Any:
 
 
 def reversed_on_one_rank(by: str) -> Callable[[int, str, Path], Any]:
-    """Hooks that reverse all gradients of one rank from the second step on, and that a callback or other code
-    registers.
-    """
+    """Hooks that reverse one rank's gradients from the second step on, and that a callback or other code registers."""
 
     def work(rank: int, model: str, folder: Path) -> Any:
         import torch
@@ -506,9 +502,7 @@ def other_data(kind: str) -> Callable[[int, str, Path], Any]:
 
 
 def on_server() -> dict[str, Any]:
-    """The fields for the real server, if the tests have started one, or for an engine that is split over two
-    workers.
-    """
+    """The fields for the real server, if the tests have started one, or for an engine split over two workers."""
     if os.environ.get("TEST_SPLIT_ENGINE"):
         return {"use_vllm": True, "vllm_tensor_parallel_size": 2}
     url = os.environ.get("TEST_SERVER_URL")
@@ -534,9 +528,7 @@ def served(rank: int, model: str, folder: Path) -> dict[str, Any]:
 
 
 def split(rank: int, model: str, folder: Path) -> dict[str, Any]:
-    """One method with one engine for both ranks, split over two worker processes; alone, with an engine in this
-    process.
-    """
+    """One method with one engine for both ranks, split over two workers; alone, with an engine in this process."""
     from accounts import gradients, make
 
     run = make(

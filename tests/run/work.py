@@ -30,9 +30,7 @@ TWO_GROUPS = {**GROUPS, "max_steps": 1, "shuffle_dataset": False}
 
 
 def agreeing(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that is equal for all completions of an even prompt, and different for all completions of an odd
-    prompt.
-    """
+    """A reward that is equal for all completions of an even prompt, and different for those of an odd prompt."""
     return [float(i) if int(prompt.split()[-1]) % 2 else 1.0 for i, prompt in enumerate(prompts)]
 
 

@@ -1,6 +1,4 @@
-"""A seeded schedule of SIGKILLs and SIGSTOPs for a run on a server, and the processes that it meets
-(`test_long_schedule.py`).
-"""
+"""A seeded schedule of SIGKILLs and SIGSTOPs for a run on a server, and the processes that it meets."""
 
 from __future__ import annotations
 

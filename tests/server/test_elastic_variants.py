@@ -32,9 +32,7 @@ pytestmark = [*VLLM, pytest.mark.release, pytest.mark.usefixtures("server_key")]
 def run(
     model: str, folder: Path, *arguments: str, dtype: str = "float32", **changes: Any
 ) -> tuple[GRPOTrainer, Any]:
-    """A run of seven steps on one server; a second one joins at step 1, the first one leaves at step 3, and joins at
-    step 5.
-    """
+    """A run of seven steps on one server; a second joins at step 1, the first leaves at 3, and joins at 5."""
     file = folder / "servers.txt"
     with (
         serve(model, folder, *arguments, dtype=dtype) as first,
@@ -124,9 +122,7 @@ def score(completion_ids, **_):
 
 
 def test_two_ranks_go_on_with_the_servers_that_the_first_one_has(untied_dir: str, tmp_path: Path) -> None:
-    """A server joins while both ranks train, and the other one leaves, both by the file that only the first rank
-    reads.
-    """
+    """A server joins while both ranks train, and the other one leaves, by the file that only rank 0 reads."""
     (rewards := tmp_path / "rewards.py").write_text(REWARDS)
     file, last = tmp_path / "servers.txt", 24
 

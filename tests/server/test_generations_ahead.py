@@ -1,5 +1,4 @@
-"""Generations that a real server samples while the trainer learns: right prompts, tokens of known age, and a complete
-proof.
+"""Generations that a real server samples while the trainer learns: right prompts, tokens of known age, a proof.
 
 CI has one case per kind of trainer and shape of generation, and loses the engine at a cut connection. The methods
 that share their trainer's code with one of these cases, and a server that is killed meanwhile, are tested before a
@@ -130,9 +129,7 @@ def test_every_token_has_the_log_prob_of_the_weights_it_is_stamped_with(
 def test_prompts_are_those_of_a_run_without_staleness_and_each_sample_has_its_own_seed(
     untied_dir: str, tmp_path: Path, server: Server
 ) -> None:
-    """Three prompts, two per generation, five generations at a time: the same prompt is sampled several times at
-    once.
-    """
+    """Three prompts, two per generation, five generations at a time: one prompt is sampled several times at once."""
     turns, ahead = Watch(), Watch()
     data = datasets.Dataset.from_dict({"prompt": [f"what is {i} + {i + 3}" for i in range(3)]})
     for watch, changes in ((turns, {}), (ahead, {**AHEAD, "max_staleness": 4})):

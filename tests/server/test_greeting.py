@@ -331,9 +331,7 @@ _ENOUGH = 256 << 20
 
 @contextmanager
 def flood(head: bytes, part: bytes, pause: float = 0.0) -> Iterator[tuple[str, list[int]]]:
-    """A program that answers every call with a head and then with the same part again and again, and the bytes that
-    it sent.
-    """
+    """A program that answers every call with a head and then the same part again and again; the bytes that it sent."""
     sent = [0]
 
     class Flood(socketserver.BaseRequestHandler):

@@ -44,9 +44,7 @@ def long_requests(count: int, tokens: int) -> list[GenerationRequest]:
 
 
 def gap_by_version(models: dict[int, PreTrainedModel], found: list[Completion]) -> float:
-    """The largest difference between a token's log-prob and the log-prob of a plain forward with the weights of its
-    version.
-    """
+    """The largest difference of a token's log-prob and a plain forward's with the weights of its version."""
     worst = 0.0
     for c in found:
         versions = torch.tensor(c.weight_versions)

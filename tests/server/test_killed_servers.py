@@ -1,6 +1,4 @@
-"""Training continues exactly when its server dies: while it generates, while it is idle, and in the middle of a
-push.
-"""
+"""Training continues exactly when its server dies: while it generates, is idle, or in the middle of a push."""
 
 from __future__ import annotations
 

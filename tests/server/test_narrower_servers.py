@@ -1,6 +1,4 @@
-"""The trainer casts weights to bf16 before it sends them to a bf16 server: half the bytes, and the same weights in
-the server.
-"""
+"""The trainer casts weights to bf16 before it sends them to a bf16 server: half the bytes, the same weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The calls of a push are sent together where possible, and never before the calls that they depend on have been
-answered.
-"""
+"""The calls of a push are sent together where possible, and never before the answers that they depend on."""
 
 from __future__ import annotations
 

@@ -31,9 +31,7 @@ PRINTED = re.compile(r"its key is in (\S+), where")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of this user's files, for the server and for the trainers that read its key; neither is given a
-    key.
-    """
+    """The folder of this user's files, for the server and the trainers that read its key; neither is given one."""
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_CACHE_HOME", str(folder))

@@ -24,9 +24,7 @@ def arguments() -> set[str]:
 
 
 def test_each_argument_is_either_free_or_refused(arguments: set[str]) -> None:
-    """After an upgrade of vLLM: read what a new argument does, then add it to `free_arguments.txt` or to
-    server/command.py.
-    """
+    """After an upgrade of vLLM: read what a new argument does, then add it to `free_arguments.txt` or command.py."""
     refused = set()
     for name in arguments:
         try:

@@ -64,9 +64,7 @@ class Cluster:
         self.starts = 0
 
     def start(self, name: str, ranks: Sequence[Host], processes: int = 1, **more: str) -> list[Program]:
-        """Start `torchrun` on each of these hosts, as a user would: the same command, except for the number of the
-        node.
-        """
+        """Start `torchrun` on each of these hosts, as a user would: one command, but for the number of the node."""
         self.starts += 1
         fields = {
             "model_name_or_path": self.model, "dataset_name": "arithmetic", "train_size": "64", "bf16": "false",

@@ -1,5 +1,4 @@
-"""A real server whose model is split over two workers: the same tokens, every byte to both, and a probe of whole
-modules.
+"""A real server whose model is split over two workers: the same tokens, all bytes to both, a probe of modules.
 
 When its supervisor is killed, all its processes end.
 """

@@ -1,5 +1,4 @@
-"""A real server whose model is split over two hosts, by vLLM's own `--nnodes`: every byte reaches both, and both are
-proven.
+"""A real server whose model is split over two hosts by vLLM's `--nnodes`: all bytes reach both, both are proven.
 
 A worker that dies on the second host brings the server down and up again as a whole. It is run before a release.
 """

@@ -1,6 +1,4 @@
-"""Servers that hang, and servers that differ from what the run assumes: one clear error in time, and nothing is
-lost.
-"""
+"""Servers that hang or differ from what the run assumes: one clear error in time, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -133,9 +133,7 @@ def test_the_files_of_a_server_are_its_owners_alone() -> None:
 def test_a_server_whose_engine_died_and_that_does_not_end_is_ended(
     ill: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's server does this if its engine ends while calls are open: it stops listening, and waits for the calls
-    for ever.
-    """
+    """vLLM's server does this if its engine ends while calls are open: it stops listening, and waits for ever."""
     monkeypatch.setattr("lockstep.server.supervisor.FAILING_LIMIT", 1.0)
     monkeypatch.setattr("lockstep.server.supervisor.HEALTH_EVERY", 0.5)
     port, lines = free_port(), []

@@ -1,6 +1,4 @@
-"""Online DPO on a server, as a user of TRL writes it: the script that verified TRL's #6228. test_online_dpo_script.py
-runs it.
-"""
+"""Online DPO on a server as a user of TRL writes it: the script of TRL's #6228. test_online_dpo_script.py runs it."""
 
 from datasets import Dataset
 from transformers import AutoTokenizer

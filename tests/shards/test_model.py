@@ -1,5 +1,4 @@
-"""A model that is sharded over one rank, by FSDP2 and by DeepSpeed ZeRO-3: what is gathered, when it is freed, what
-is refused.
+"""A model sharded over one rank, by FSDP2 and DeepSpeed ZeRO-3: what is gathered, freed and refused.
 
 Several ranks: `tests/run/`.
 """

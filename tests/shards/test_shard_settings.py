@@ -1,6 +1,4 @@
-"""The FSDP configuration of TrainingArguments and of accelerate's environment, as `lockstep.shards.settings` reads
-it.
-"""
+"""The FSDP configuration of TrainingArguments and accelerate's environment, as `shards/settings.py` reads it."""
 
 from __future__ import annotations
 

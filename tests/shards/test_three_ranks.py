@@ -1,6 +1,4 @@
-"""Three ranks shard a model whose tensors cannot be cut evenly: gradients, weights after two steps, and the rows of
-each rank.
-"""
+"""Three ranks shard a model that cannot be cut evenly: gradients, weights after two steps, rows of each rank."""
 
 from __future__ import annotations
 

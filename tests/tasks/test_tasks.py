@@ -182,6 +182,50 @@ def test_texts_of_json_stay_texts(tmp_path: Path) -> None:
         assert data["prompt"][1][0]["content"] == "2024-01-02T10:00:00Z"
 
 
+MIXED: list[list[Any]] = [
+    ["007", 7, None],
+    ["2024-05-01", 7],
+    ['{"a": 1}', 5, "[1]", "true", "null"],
+    [["1"], "1"],
+    [{"a": "1"}, {"b": 2}],
+    [True, 1, "1"],
+    ["a\u2028b", 1],
+]
+
+
+@pytest.mark.parametrize("answers", MIXED)
+def test_a_column_of_several_kinds_keeps_its_texts(tmp_path: Path, answers: list[Any]) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "7"}], "answer": answer} for answer in answers]
+    rows += [{"prompt": [{"role": "user", "content": [{"type": "text", "text": "7"}]}], "answer": "7"}]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (tmp_path / "one.jsonl").write_text(text, encoding="utf-8")
+    (tmp_path / "two.json").write_text(json.dumps(rows), encoding="utf-8")
+    for name in ("one.jsonl", "two.json"):
+        data = load(str(tmp_path / name)).train
+        assert [row["answer"] for row in data] == [*answers, "7"]
+        assert [row["prompt"][0]["content"] for row in data] == [row["prompt"][0]["content"] for row in rows]
+
+
+def test_files_of_json_that_have_no_rows_or_are_not_utf_8_say_so(tmp_path: Path) -> None:
+    for text in ("[]", "\n\n"):
+        (tmp_path / "no.json").write_text(text)
+        with pytest.raises(InputError, match=r"no\.json': it has no rows"):
+            load(str(tmp_path / "no.json"))
+    (tmp_path / "old.jsonl").write_bytes('{"prompt": "a"}\n{"prompt": "é"}\n'.encode("latin-1"))
+    with pytest.raises(InputError, match=r"old\.jsonl': line 2 is not UTF-8 text"):
+        load(str(tmp_path / "old.jsonl"))
+
+
+def test_a_file_name_that_datasets_reads_as_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACE", "elsewhere")
+    for name in ("a::b.jsonl", "$PLACE.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "a"}\n')
+        with pytest.raises(InputError, match="rename that file"):
+            load(str(tmp_path / name))
+
+
 def test_a_number_is_also_compared_by_value_and_a_missing_answer_is_not_scored() -> None:
     said = ["7", "7.0", "7e0", "8", "seven", "nan", "1_0", "True"]
     assert exact_match(said, [7, 7, 7.0, 7, 7, float("nan"), 10, 1]) == [

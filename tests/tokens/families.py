@@ -50,9 +50,7 @@ _PLAIN = (
 
 
 class Family(NamedTuple):
-    """A template, the special tokens of its tokenizer (the first ends a turn), and its added tokens that are not
-    special.
-    """
+    """A template, its tokenizer's special tokens (the first ends a turn), and added tokens that are not special."""
 
     template: str
     special: str

@@ -1,6 +1,4 @@
-"""Conversations grow in ids: what was sampled is kept, what is inserted is the template's own, and rewritten history
-branches.
-"""
+"""Conversations grow in ids: sampled ids stay, inserted ones are the template's, rewritten history branches."""
 
 from __future__ import annotations
 
@@ -128,9 +126,7 @@ def texts(name: str, special: bool) -> st.SearchStrategy[str]:
 
 
 def written_call(name: str, text: str) -> Ids:
-    """A tool call in the family's own form, whose argument is a text; the ids are what the template's text gives
-    around it.
-    """
+    """A tool call in the family's own form, whose argument is a text; its ids are what the template gives around it."""
     arguments: Any = {"city": "ZQZ"}
     if extension_of(name).conventions.arguments_as_text:
         arguments = json.dumps(arguments)

@@ -1,6 +1,4 @@
-"""Tool calls are read from ids: markers are tokens, text that looks like one is text, and a malformed call is an
-error text.
-"""
+"""Tool calls are read from ids: markers are tokens, similar text is text, and a malformed call is an error text."""
 
 from __future__ import annotations
 

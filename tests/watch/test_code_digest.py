@@ -1,6 +1,4 @@
-"""The digest of a reward function changes with what the function computes in the user's own files, and with nothing
-else.
-"""
+"""The digest of a reward function changes with what it computes in the user's own files, and nothing else."""
 
 from __future__ import annotations
 

@@ -30,9 +30,7 @@ def draws_of(logits: torch.Tensor, tokens: torch.Tensor) -> TokenDraws:
 
 
 def rows_like_text(count: int, seed: int, vocabulary: int = 500) -> torch.Tensor:
-    """(count, V) logits that fall with the logarithm of the rank, some steeply and some not, as those of language
-    models do.
-    """
+    """(count, V) logits that fall with the logarithm of the rank, some steeply, as those of language models do."""
     generator = torch.Generator().manual_seed(seed)
     slopes = 0.9 + 3 * torch.rand(count, 1, generator=generator) ** 1.5
     noise = torch.randn(count, vocabulary, generator=generator)

@@ -1,6 +1,4 @@
-"""A run bets on every sampled token once, keeps its evidence through a resume, and stops where tokens are not fair
-draws.
-"""
+"""A run bets on every sampled token once, keeps its evidence, and stops where tokens are not fair draws."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The events of a run come in one order, and a proof that fails at an event before the optimizer keeps every weight
-as it is.
-"""
+"""A run's events come in one order; a proof that fails before the optimizer's step keeps every weight."""
 
 from __future__ import annotations
 

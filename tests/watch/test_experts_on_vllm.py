@@ -1,6 +1,4 @@
-"""A mixture of experts on real vLLM: pushed, probed expert by expert, trained and routed alike, and refused if
-unpacked.
-"""
+"""Experts on real vLLM: pushed, probed one by one, trained and routed alike, and refused if unpacked."""
 
 from __future__ import annotations
 

@@ -130,6 +130,28 @@ def test_a_guarded_row_whose_text_differs_is_not_proven_and_no_alarm(tokenizer: 
     assert rows.check_ids([replace(prompt, ids=prompt.ids[:-3])]) == ["train/0"]
 
 
+@pytest.mark.parametrize("form", [None, "numpy", "torch"])
+def test_rows_in_a_format_of_their_own_pass(tokenizer: Any, form: str | None) -> None:
+    data = Dataset.from_list([{"prompt": QUESTIONS[1]}]).with_format(form)
+    prompts = load_prompts(data, "train", tokenizer, max_prompt_length=900)
+    assert given(data, tokenizer).check_ids(prompts) == []
+
+
+def test_a_transform_that_gives_other_rows_each_time_is_not_proven_and_no_alarm(tokenizer: Any) -> None:
+    data, reads = Dataset.from_dict({"prompt": ["", ""], "word": ["what", "is"]}), []
+
+    def drawn(batch: dict[str, Any]) -> dict[str, Any]:
+        reads.append(1)
+        return {"prompt": [f"{word} {'it ' * len(reads)}" for word in batch["word"]]}
+
+    changing = data.with_transform(drawn)
+    prompts = load_prompts(changing, "train", tokenizer, max_prompt_length=900)
+    assert given(changing, tokenizer).check_ids(prompts) == ["train/0", "train/1"]
+    still = data.with_transform(lambda batch: {"prompt": batch["word"]})
+    prompts = load_prompts(still, "train", tokenizer, max_prompt_length=900)
+    assert given(still, tokenizer).check_ids(prompts) == []
+
+
 def prompts_of(tokenizer: Any) -> list[Any]:
     return load_prompts(PROMPTS, "train", tokenizer, max_prompt_length=900)
 

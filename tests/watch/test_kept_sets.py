@@ -1,6 +1,4 @@
-"""The proof of kept sets accepts every set that rounding explains, and names the filter that an engine did not
-apply.
-"""
+"""The proof of kept sets accepts every set that rounding explains, and names the filter that was not applied."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The model's backward is compared with finite differences of a plain forward: right ones pass, wrong ones are
-named.
-"""
+"""The model's backward beside finite differences of a plain forward: right ones pass, wrong ones are named."""
 
 from __future__ import annotations
 
@@ -280,9 +278,7 @@ def test_a_part_of_a_certain_policy_passes_in_bf16_and_its_faults_are_found(
 
 @pytest.fixture(scope="module")
 def surest() -> PreTrainedModel:
-    """A policy whose log-probs are so near to 0 that a visible change of their sum needs a large change of the
-    weights.
-    """
+    """A policy with log-probs so near to 0 that a visible change of their sum needs a large change of weights."""
     model = make_model()
     with torch.no_grad():
         model.lm_head.weight *= 24

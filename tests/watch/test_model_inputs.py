@@ -1,6 +1,4 @@
-"""The model's own files are inputs of a run: what they mean is compared, and a file that is only written again is the
-same.
-"""
+"""The model's own files are inputs of a run: their meaning is compared, and a file written again is the same."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a drawn part of every tenth step adds to the gradients is compared, and what stands in the way of a backward
-is held.
-"""
+"""What a drawn part of every tenth step adds to the gradients is compared; what hinders a backward is held."""
 
 from __future__ import annotations
 

@@ -53,8 +53,7 @@ def test_the_largest_gap_may_grow_with_the_logarithm_of_the_tokens(limit: object
 
 @pytest.mark.parametrize("scale", [0.02, 0.04, 0.1])
 def test_clean_steps_of_any_size_pass_from_the_first_on(scale: float) -> None:
-    """0.1 is the widest measured tail. At this scale, the mean of a real model is lower than the mean of an
-    exponential distribution."""
+    """0.1 is the widest measured tail. At this scale, a real model's mean is below an exponential distribution's."""
     tail = GapTail(HALF)
     for seed, tokens in enumerate([8, 100, 100, 500, 500, 2_000, 200_000, 500, 8]):
         stats = drawn(scale, tokens, seed)

@@ -1,6 +1,4 @@
-"""An adapter alone in real vLLM, in this process: exact, under a new name per push, and refused where it cannot be
-exact.
-"""
+"""An adapter alone in real vLLM, in this process: exact, with a new name per push, refused where it cannot be exact."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Adapters alone on a real server: proven like merged weights, beside running requests, and beside another run's
-adapters.
-"""
+"""Adapters alone on a real server: proven like merged weights, beside running requests and other runs' adapters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Pushes whose digests have a key, as those between GPUs, on the CPU: what arrives is proven, and no fault of the way
-passes.
-"""
+"""Pushes whose digests have a key, as between GPUs, on the CPU: what arrives is proven, and no fault passes."""
 
 from __future__ import annotations
 
@@ -168,9 +166,7 @@ def test_digests_of_two_kinds_or_keys_are_never_equal() -> None:
 
 
 def test_a_digest_is_of_the_bytes_at_the_time_when_it_was_begun() -> None:
-    """The engine may write to a tensor, and its memory may be given to another tensor, before anybody asks for the
-    digest.
-    """
+    """The engine may write to a tensor, or its memory may go to another one, before anybody asks for the digest."""
     tensor = torch.arange(8.0)
     with one_push(3):
         wanted = tensor_specs([("w", tensor.clone())])

@@ -1,6 +1,4 @@
-"""The transport from GPU to GPU, on a machine without a GPU: what it refuses, who gets weights, and where NCCL may
-listen.
-"""
+"""The transport from GPU to GPU, without a GPU: what it refuses, who gets weights, where NCCL may listen."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Trainer and worker take turns at a segment: no data is read before it is written, and a wait ends when the other
-end is gone.
-"""
+"""Trainer and worker take turns at a segment: no data is read before it is written; a wait ends with its other end."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         return chunks(tensors, limit)
 
     monkeypatch.setattr(cuda_ipc, "mapped", cuda_ipc.mapped)
-    for module in (shared_memory, gloo):
-        monkeypatch.setattr(module, "chunks", small)
+    monkeypatch.setattr(shared_memory, "chunks", small)
+    monkeypatch.setattr(gloo.stream, "chunks", small)
     monkeypatch.setattr(gloo, "CHUNK_BYTES", CHUNK)
 
 

@@ -202,12 +202,9 @@ def vespo_loss(
     Returns:
         The loss, without any clip, and (B,) φ of each completion. φ is 1 at w = 1 and for a completion without tokens.
     """
-    weights = _gamma_weights(
-        _log_weights(logps.detach(), old_logps, segments, correction, correction_level),
-        segments.means(advantages) >= 0,
-        (k_pos, lambda_pos),
-        (k_neg, lambda_neg),
-    )
+    logs = _log_weights(logps.detach(), old_logps, segments, correction, correction_level)
+    is_positive = segments.means(advantages) >= 0
+    weights = _gamma_weights(logs, is_positive, (k_pos, lambda_pos), (k_neg, lambda_neg))
     nothing = torch.zeros_like(advantages, dtype=torch.bool)
     return TokenLoss(-segments.spread(weights) * advantages * logps, nothing, nothing), weights
 

@@ -13,6 +13,8 @@ from typing import Any
 from transformers import HfArgumentParser
 
 from lockstep import extensions
+from lockstep.config.checks import kinds_of
+from lockstep.config.option import Bounds
 from lockstep.config.table import options_of
 
 _RUN = "lockstep.cli.fields:AdaptedRunArguments"
@@ -57,13 +59,19 @@ def as_text(described: dict[str, dict[str, Any]]) -> str:
 def _fields_of(places: tuple[str, ...]) -> dict[str, Any]:
     classes = [getattr(import_module(where), name) for where, name in (place.split(":") for place in places)]
     said: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, frozenset[str]] = {}
     for own in classes:
         said |= options_of(own)
+        kinds |= kinds_of(own)
     # A switch that is on by default has a second action, which turns it off.
     actions = {
         a.dest: a for a in HfArgumentParser(classes)._actions if not isinstance(a, argparse._StoreFalseAction)
     }
-    return {name: _entry(actions[name], said[name]) for name in said if name in actions}
+    found = {name: _entry(actions[name], said[name]) for name in said if name in actions}
+    for name, entry in found.items():
+        takes = kinds.get(name, frozenset())
+        entry |= {key: True for key, kind in (("mapping", "dict"), ("several", "list")) if kind in takes}
+    return found
 
 
 def _entry(action: argparse.Action, said: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +83,9 @@ def _entry(action: argparse.Action, said: dict[str, Any]) -> dict[str, Any]:
     if (default := _default(action.default)) is not None:
         entry["default"] = default
     entry |= {key: said[key] for key in _SAID if key in said}
+    if "bounds" in said:
+        bounds = said["bounds"]._asdict().items()
+        entry["bounds"] = {n: v for n, v in bounds if n != "usual" and v != Bounds._field_defaults[n]}
     return {**entry, "help": " ".join((said.get("help") or action.help or "").replace("%%", "%").split())}
 
 

@@ -20,15 +20,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import sys
+import math
+import re
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import yaml
 
-from lockstep.cli.help import check_names, check_words, fields_of, read_file, recipe_file, underscored
+from lockstep.cli.help import (
+    check_names,
+    check_text,
+    check_words,
+    fields_of,
+    read_file,
+    recipe_file,
+    underscored,
+)
 from lockstep.config.checks import check_bounds
-from lockstep.config.effect import say_without_effect, set_fields
+from lockstep.config.effect import say_without_effect, set_fields, tell_no_effect
 from lockstep.config.option import COUNT, SEED, Bounds, option
 from lockstep.config.table import with_key
 from lockstep.errors import InputError, one_line
@@ -134,6 +143,14 @@ class Given:
     recipe: str | None = None
     typed: tuple[str, ...] = ()
 
+    @property
+    def typed_names(self) -> set[str]:
+        """The fields that the user typed."""
+        words = (word[2:].partition("=")[0] for word in self.typed if word.startswith("--"))
+        return {
+            word if word in self.values else word.removeprefix("no_") for word in words
+        } & self.values.keys()
+
 
 def read(words: list[str], command: str) -> Given:
     """Read and check a command line. Imports nothing heavy.
@@ -142,7 +159,7 @@ def read(words: list[str], command: str) -> Given:
         InputError: a missing or malformed file, an unknown field, a value of the wrong type.
     """
     words = [underscored(word) for word in words]
-    _check_text(words)
+    check_text(words)
     switches = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     switches.add_argument("--config", action="append")
     switches.add_argument("--recipe", action="append")
@@ -157,10 +174,10 @@ def read(words: list[str], command: str) -> Given:
         raise InputError("give --config or --recipe once; the command line wins over the file")
     content = read_file(files[0]) if files else {}
     check_names(list(content), fields, files[0] if files else "")
-    _check_nulls(content, fields)
+    _check_forms(content, fields)
     check_names([w[2:].split("=")[0] for w in rest if w.startswith("--")], fields, "the command line")
-    together = [*_words(content), *rest]
-    _check_text(together)
+    together = [*_words(content, fields), *rest]
+    check_text(together)
     return Given(
         tuple(together),
         check_words(together, fields),
@@ -170,38 +187,26 @@ def read(words: list[str], command: str) -> Given:
     )
 
 
-def _check_nulls(content: dict[str, Any], fields: dict[str, dict[str, Any]]) -> None:
-    """Refuse null for a field that has a default. It would get the default, and the file says something else.
+def _check_forms(content: dict[str, Any], fields: dict[str, dict[str, Any]]) -> None:
+    """Refuse a list or a mapping for a field that takes one value, and null for a field that has a default.
 
     Raises:
-        InputError: there is such a field.
+        InputError: there is such a field. Null would get the default, and the file says something else.
     """
     for name, value in content.items():
-        default = fields.get(name, {}).get("default")
+        entry = fields.get(name, {})
+        # A list of one value may stand for the value where Python takes a list.
+        most = math.inf if entry.get("nargs") == "+" else int("several" in entry)
+        if isinstance(value, list) and ("several" not in entry or len(value) > most):
+            raise InputError(f"{name}={value!r:.80} is a list, and {name} takes one value")
+        if isinstance(value, dict) and "mapping" not in entry:
+            takes = "a list of values" if entry.get("nargs") == "+" else "one value"
+            raise InputError(f"{name}={value!r:.80} is a mapping, and {name} takes {takes}")
+        default = entry.get("default")
         if value is None and default is not None:
             raise InputError(
                 f"{name} is null, and a config file cannot say that; leave it out for {default!r}, or give a value"
             )
-
-
-def _check_text(words: list[str]) -> None:
-    """Refuse words that no file name and no text can hold.
-
-    Raises:
-        InputError: there is such a word.
-    """
-    for word in words:
-        try:
-            is_text = b"\0" not in os.fsencode(word)
-        except UnicodeEncodeError as error:
-            is_text = False
-            if not "\ud800" <= word[error.start] <= "\udfff":
-                raise InputError(
-                    f"{word!r:.80} holds a character that file names cannot have in this locale "
-                    f"({sys.getfilesystemencoding()}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
-                ) from error
-        if not is_text:
-            raise InputError(f"{word!r:.80} holds a character that is not text")
 
 
 def said_of(given: Given, arguments_class: type[Arguments]) -> Arguments:
@@ -249,21 +254,28 @@ def _plain(value: Any) -> Any:
     return value.to_dict() if hasattr(value, "to_dict") else str(getattr(value, "value", value))
 
 
-def _words(content: dict[str, Any]) -> list[str]:
+def _words(content: dict[str, Any], fields: dict[str, dict[str, Any]]) -> list[str]:
     words: list[str] = []
     for name, value in content.items():
         if value is None or value == []:
             continue
+        kind = fields.get(name, {}).get("type")
         if isinstance(value, list):
-            words += [f"--{name}", *map(_word, value)]
+            words += [f"--{name}", *(_word(entry, kind) for entry in value)]
         else:
             # One word: a value may begin with a minus.
-            words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else _word(value)}")
+            words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else _word(value, kind)}")
     return words
 
 
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _word(value: Any, kind: str | None) -> str:
+    """A value of a file as a word. Python reads YAML's ways to write a number in another form."""
+    text = str(value)
+    if kind == "int" and re.fullmatch(r"0o[0-7]+|0x[\da-fA-F]+", text, re.ASCII):
+        return str(int(text, 0))
+    return (
+        text.replace(".", "") if kind == "float" and re.fullmatch(r"[-+]?\.(inf|nan)", text, re.I) else text
+    )
 
 
 @dataclasses.dataclass
@@ -306,13 +318,44 @@ class AdaptedRunArguments(RunArguments):
     )
 
 
-def check_effect(given: RunArguments) -> None:
+# Fields of transformers that decide only what is learned, and when.
+_LEARNING = {
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "eval_delay", "eval_on_start", "eval_steps"),
+    *("eval_strategy", "gradient_accumulation_steps", "logging_first_step", "logging_strategy"),
+    *("lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "max_steps", "num_train_epochs"),
+    *("optim", "optim_args", "warmup_steps", "weight_decay"),
+}
+_OF_A_RUN = "saving"
+
+
+def decides_learning(name: str, field: dict[str, Any]) -> bool:
+    """Whether a field only decides what is learned or saved, so that it has no effect where nothing is."""
+    return name in _LEARNING or field.get("group") == _OF_A_RUN
+
+
+def check_effect(
+    given: RunArguments, source: Given | None = None, unused: Collection[str] = (), where: str = ""
+) -> None:
     """Say which arguments of a command have no effect.
+
+    Args:
+        source: the words, for a command that does not train. The file may be that of a run, so that of the fields that
+            only a run uses the typed ones are looked at. If `use_peft` is typed, this holds for an adapter's too.
+        unused: the fields that such a command does not use.
+        where: the end of the line about them.
 
     Raises:
         InputError: an adapter field is set without `use_peft`, or a field of the 4-bit format without `load_in_4bit`.
     """
-    say_without_effect(given, set_fields(given))
+    named = set(set_fields(given))
+    if source is not None:
+        typed = source.typed_names
+        if "use_peft" in typed:
+            named &= _GENERAL | typed
+        if ignored := sorted(typed & set(unused)):
+            tell_no_effect(ignored, where)
+            named -= set(ignored)
+    say_without_effect(given, named)
 
 
 def adapter_arguments(given: AdaptedRunArguments) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""The fields of a command without torch: their names, types and help, config files, recipes, and the parser of light
-commands.
+"""The fields of a command without torch: names, types and help, config files, recipes, the parser of light commands.
 
 The fields of a command, read without importing torch. Checks their names and types, and makes the text of `--help`.
 
@@ -18,10 +17,12 @@ The parser of the commands that have a few arguments and no fields: `serve`, `in
 from __future__ import annotations
 
 import argparse
-import difflib
+import functools
 import json
+import os
 import re
 import shutil
+import sys
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -29,8 +30,10 @@ from typing import Any, ClassVar, NoReturn
 import yaml
 
 import lockstep
-from lockstep.config.option import GROUPS, INSTEAD, OTHERS, refuse_other_value
-from lockstep.errors import InputError, one_line
+from lockstep.config.checks import check_possible, numbers_of
+from lockstep.config.option import GROUPS, OTHERS, Bounds, refuse_other_value
+from lockstep.config.other_names import hint_of
+from lockstep.errors import InputError, did_you_mean, no_choice, one_line
 
 RECIPES = Path(lockstep.__file__).parent / "recipes"
 
@@ -48,9 +51,7 @@ def recipe_file(name: str) -> Path:
     """
     names = recipe_names()
     if name not in names:
-        close = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise InputError(f"no recipe {name!r}; {hint}The recipes are: {', '.join(names)}")
+        raise InputError(f"no recipe {name!r}; {no_choice(name, names, 'recipes')}")
     return RECIPES / f"{name}.yaml"
 
 
@@ -67,8 +68,8 @@ _LONGEST_CHOICES = 60
 def fields_of(command: str) -> dict[str, dict[str, Any]]:
     """The entry of each field of a command: `type`, `help`, and what else applies to it.
 
-    That is `default`, `choices`, `nargs`; `group`, `common`, `only`, `no_effect` as in `config/option.py`; and
-    `inherited` for fields of transformers.
+    That is `default`, `choices`, `nargs`; `mapping` or `several` if it takes a mapping or a list; `group`, `common`,
+    `bounds`, `only`, `no_effect` as in `config/option.py`; and `inherited` for fields of transformers.
     """
     described = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
     return {**described["shared"], **described[_SAME.get(command, command)]}
@@ -87,7 +88,7 @@ def check_words(words: list[str], fields: dict[str, dict[str, Any]]) -> dict[str
         The values given, by field.
 
     Raises:
-        InputError: a value has the wrong type, is not among the choices, or is not supported.
+        InputError: a value has the wrong type, is out of its bounds, is not among the choices, or is not supported.
     """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name, field in fields.items():
@@ -96,7 +97,37 @@ def check_words(words: list[str], fields: dict[str, dict[str, Any]]) -> dict[str
     for name, value in given.items():
         if "only" in fields[name]:
             refuse_other_value(name, value, fields[name]["only"])
+        bounds = fields[name].get("bounds")
+        for number in numbers_of(value):
+            check_possible(name, number, None if bounds is None else Bounds(**bounds))
     return given
+
+
+def check_text(words: list[str]) -> None:
+    """Refuse words that no file name and no text can hold.
+
+    Raises:
+        InputError: there is such a word.
+    """
+    is_unicode = sys.getfilesystemencoding() == "utf-8"
+    for word in words:
+        try:
+            has_zero = b"\0" in os.fsencode(word)
+            # Bytes that this locale cannot read are halves of characters here.
+            word.encode()
+        except UnicodeEncodeError as error:
+            half = "\ud800" <= word[error.start] <= "\udfff"
+            if half and word.startswith("--") and "=" not in word:
+                # No field has such a name, which is said later.
+                continue
+            if half and (is_unicode or not "\udc80" <= word[error.start] <= "\udcff"):
+                raise InputError(f"{word!r:.80} holds a character that is not text") from error
+            raise InputError(
+                f"{word!r:.80} holds a character that file names cannot have in this locale "
+                f"({sys.getfilesystemencoding()}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+            ) from error
+        if has_zero:
+            raise InputError(f"{word!r:.80} holds a character that is not text")
 
 
 def check_names(names: list[str], fields: dict[str, Any], where: str) -> None:
@@ -107,8 +138,7 @@ def check_names(names: list[str], fields: dict[str, Any], where: str) -> None:
     """
     for name in names:
         if name not in fields and not (name.startswith("no_") and name[3:] in fields):
-            close = difflib.get_close_matches(name, fields, 1)
-            hint = INSTEAD.get(name) or (f"did you mean {close[0]!r}?" if close else "")
+            hint = hint_of(name, fields) or did_you_mean(name, fields)
             raise InputError(f"unknown field {name!r} in {where}" + (f"; {hint}" if hint else ""))
 
 
@@ -182,7 +212,7 @@ def _add(parser: Any, name: str, field: dict[str, Any], text: str, *, negation: 
     kind = field["type"]
     options: dict[str, Any] = {"help": text, "dest": name, "metavar": _NAMES[kind]}
     if kind == "choice":
-        options["choices"] = field["choices"]
+        options["type"] = functools.partial(_choice, field["choices"])
     elif kind != "other":
         options["type"] = {"int": int, "float": float, "text": str, "bool": _truth}[kind]
     if "nargs" in field:
@@ -192,6 +222,12 @@ def _add(parser: Any, name: str, field: dict[str, Any], text: str, *, negation: 
     parser.add_argument(f"--{name}", **options)
     if negation and kind == "bool" and field.get("default") == "true":
         parser.add_argument(f"--no_{name}", dest=name, action="store_false")
+
+
+def _choice(choices: list[str], text: str) -> str:
+    if text in choices:
+        return text
+    raise argparse.ArgumentTypeError(f"invalid choice: {text!r}; {no_choice(text, choices, 'choices')}")
 
 
 def _truth(text: str) -> bool:
@@ -217,8 +253,9 @@ class _Formatter(argparse.HelpFormatter):
 
 # Configs of all fields have a few KiB.
 _LARGEST = 1 << 20
-_BOOL, _TEXT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("bool", "str", "float"))
-_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
+_NULL, _BOOL, _INT, _FLOAT, _TEXT = (
+    f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str")
+)
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -260,23 +297,29 @@ def read_file(path: str) -> dict[str, Any]:
 def _check_value(path: str, name: Any, value: Any) -> None:
     if not isinstance(name, str):
         raise InputError(f"config file {path}: {name!r} is not the name of a field")
-    if isinstance(value, list) and any(isinstance(entry, list | dict) or entry is None for entry in value):
+    is_nested = isinstance(value, list) and any(isinstance(entry, list | dict | None) for entry in value)
+    if is_nested or not _is_plain(value):
         raise InputError(f"config file {path}: {name} must be a value, a list of values or a mapping")
 
 
-class _Fields(yaml.SafeLoader):
-    """YAML without repeated keys, of which the last would win in silence, and without aliases, which can grow without
-    bound.
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can say a value. YAML has tags for bytes, sets and dates."""
+    if isinstance(value, dict):
+        return _is_plain(list(value)) and _is_plain(list(value.values()))
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return isinstance(value, str | bool | int | float | None)
 
-    Only `true` and `false` are booleans. YAML 1.1 also reads yes, no, on and off as such, which are choices and texts
-    of fields. In the mapping of a field, such as `lr_scheduler_kwargs`, 1e-7 is a number, as it is in YAML 1.2 and in
-    JSON; YAML 1.1 demands 1.0e-7. The value of a field itself needs no such rule: the field knows its type.
+
+class _Fields(yaml.SafeLoader):
+    """YAML 1.2 without repeated keys, of which the last would win in silence, and without aliases, which can grow
+    without bound.
+
+    YAML 1.1, which the base class reads, takes yes and on for booleans, 010 for 8, 1:30 for 90, and 2026-11-28 for a
+    date. The value of a field itself stays the text that was written, because the field knows its type.
     """
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
-        first: [(tag, form) for tag, form in forms if tag != _BOOL or first in "tTfF"]
-        for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -289,8 +332,9 @@ class _Fields(yaml.SafeLoader):
         node = super().get_single_node()
         if isinstance(node, yaml.MappingNode):
             for _, value in node.value:
-                if isinstance(value, yaml.MappingNode):
-                    _read_numbers(value)
+                for entry in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    if entry.tag in (_BOOL, _INT, _FLOAT):
+                        entry.tag = _TEXT
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -304,18 +348,19 @@ class _Fields(yaml.SafeLoader):
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_int(self, node: yaml.ScalarNode) -> int:
+        return int(node.value, 0 if node.value[:2] in ("0x", "0o") else 10)
 
-def _read_numbers(node: yaml.Node) -> None:
-    """Mark what is written as a number with an exponent, at any depth of a mapping or a list, as a number."""
-    if isinstance(node, yaml.ScalarNode):
-        if node.tag == _TEXT and node.style is None and _NUMBER.fullmatch(node.value):
-            node.tag = _FLOAT
-    elif isinstance(node, yaml.MappingNode):
-        for _, value in node.value:
-            _read_numbers(value)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _read_numbers(value)
+
+for _tag, _form, _first in (
+    (_NULL, r"~|null|Null|NULL|", [*"~nN", ""]),
+    (_BOOL, r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    (_INT, r"[-+]?\d+|0o[0-7]+|0x[\da-fA-F]+", [*"-+0123456789"]),
+    (_FLOAT, r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", [*"-+.0123456789"]),
+    (_FLOAT, r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
+):
+    _Fields.add_implicit_resolver(_tag, re.compile(rf"(?:{_form})\Z", re.ASCII), _first)
+_Fields.add_constructor(_INT, _Fields.construct_int)
 
 
 class WordParser(argparse.ArgumentParser):
@@ -323,6 +368,10 @@ class WordParser(argparse.ArgumentParser):
 
     def __init__(self, **options: object) -> None:
         super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        check_text(args or [])
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise InputError(message)

@@ -1,11 +1,10 @@
-"""`lockstep init FOLDER`: writes a commented config and a reward file that run at once, and that a user then
-changes.
-"""
+"""`lockstep init FOLDER`: writes a commented config and a reward file, which run at once and wait to be changed."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from shlex import quote
 
 from lockstep.cli.help import WordParser
 from lockstep.errors import InputError
@@ -93,6 +92,7 @@ def run(words: list[str]) -> int:
             raise InputError(f"{path} exists; give another folder")
     if not str(folder).isprintable():
         raise InputError(f"folder {str(folder)!r} has characters that cannot be printed")
+    typed = quote(str(config))
     output = Path("runs") / (folder.resolve().name or "first")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -100,15 +100,15 @@ def run(words: list[str]) -> int:
         reward = json.dumps(f"{rewards}:right_answer", ensure_ascii=False)
         replace_text(
             config,
-            _CONFIG.format(config=config, reward=reward, output=json.dumps(str(output), ensure_ascii=False)),
+            _CONFIG.format(config=typed, reward=reward, output=json.dumps(str(output), ensure_ascii=False)),
         )
-        replace_text(rewards, _REWARDS.format(config=config, rewards=rewards))
+        replace_text(rewards, _REWARDS.format(config=config, rewards=quote(str(rewards))))
     except OSError as error:
         raise InputError(f"folder {folder} cannot be used: {error}") from error
     say(f"wrote {config} and {rewards}. They run as they are:")
-    say(f"  lockstep grpo --config {config} --dry_run      every field with its value")
+    say(f"  lockstep grpo --config {typed} --dry_run      every field with its value")
     say(
-        f"  lockstep verify --config {config}              does the trainer agree with the engine on this model?"
+        f"  lockstep verify --config {typed}              does the trainer agree with the engine on this model?"
     )
-    say(f"  lockstep grpo --config {config}                train")
+    say(f"  lockstep grpo --config {typed}                train")
     return 0

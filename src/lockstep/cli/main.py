@@ -5,7 +5,7 @@ Exit codes: 0 done, 1 the run or a proof failed, 2 bad input, 130 interrupted (S
 
 from __future__ import annotations
 
-import difflib
+import errno
 import io
 import logging
 import os
@@ -17,7 +17,7 @@ from lockstep import extensions
 from lockstep.cli.help import asks_for_help, help_text, underscored
 from lockstep.cli.output import code_of, open_streams
 from lockstep.cli.process import EndAtOnce, split_in_two, start_anew_with_tunables
-from lockstep.errors import InputError, Interrupted, LockstepError, one_line
+from lockstep.errors import InputError, Interrupted, LockstepError, did_you_mean, one_line, shortened
 from lockstep.extensions import load
 from lockstep.safe_text import complain, say
 
@@ -120,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     code = code_of(code, is_result=not words or words[0] not in _MAKES_FILES or "--dry_run" in given)
     if ending is not None:
         ending.code = code
+        ending.leave_threads()
     return code
 
 
@@ -134,13 +135,13 @@ def _main(words: list[str], *, is_process: bool) -> int:
     if not words:
         say(_FIRST_PAGE.format(version=lockstep.__version__), end="")
         return 0
-    if words[0] in ("-h", "--help"):
+    if words[0] in ("-h", "--help", "help"):
         say(
             _USAGE.format(commands="\n".join(f"  {name:<14}{about}" for name, about in COMMANDS.items())),
             end="",
         )
         return 0
-    if words[0] in ("-V", "--version"):
+    if words[0] in ("-V", "--version", "version"):
         say(f"lockstep {lockstep.__version__}")
         return 0
     if words[0] not in COMMANDS:
@@ -172,11 +173,29 @@ def _run(command: str, words: list[str]) -> int:
     return load(extensions.COMMANDS.get(command, _WHERE.get(command, f"lockstep.cli.{command}:run")))(words)
 
 
+_TRAINS = f"'lockstep {TRAINING[0]}' trains, and so do {', '.join(TRAINING[1:])}"
+# What other programs call a command, or have and Lockstep has not.
+_OTHER_COMMANDS = {
+    **dict.fromkeys(("train", "run", "fit", "rl", "trainer", "finetune", "launch"), _TRAINS),
+    **dict.fromkeys(
+        ("sft", "dpo", "kto", "reward", "orpo"),
+        f"Lockstep trains with rollouts of the model itself: {_TRAINS}",
+    ),
+    **dict.fromkeys(("eval", "test", "benchmark"), "'lockstep evaluate' samples held-out problems"),
+    **dict.fromkeys(("check", "doctor", "env", "info"), "'lockstep verify' checks a model on this machine"),
+    **dict.fromkeys(
+        ("resume", "continue"), "the command of the run ('lockstep grpo …') goes on from its last checkpoint"
+    ),
+    **dict.fromkeys(("generate", "chat", "rollout"), "'lockstep serve' answers requests"),
+}
+
+
 def _no_command(word: str) -> str:
-    close = difflib.get_close_matches(word, COMMANDS, 1)
-    return f"no command {word!r}; " + (
-        f"did you mean {close[0]!r}?" if close else f"there is: {', '.join(COMMANDS)}"
-    )
+    if word.startswith("--"):
+        return f"there is no command before {word}, as in lockstep grpo {word} …; there is: {', '.join(COMMANDS)}"
+    if word in _OTHER_COMMANDS:
+        return f"no command {word!r}; {_OTHER_COMMANDS[word]}"
+    return f"no command {word!r}; {did_you_mean(word, COMMANDS) or 'there is: ' + ', '.join(COMMANDS)}"
 
 
 def _guarded(command: Callable[[], int]) -> int:
@@ -196,8 +215,11 @@ def _guarded(command: Callable[[], int]) -> int:
         complain(f"lockstep: {error}")
         return 1
     except OSError as error:
-        complain(f"lockstep: {error}")
-        return 1
+        if isinstance(error, FileNotFoundError) and error.filename is None:
+            complain("lockstep: the working directory has been deleted: go to another one")
+            return 2
+        complain(f"lockstep: {shortened(one_line(error))}")
+        return 2 if error.errno == errno.ENAMETOOLONG else 1
 
 
 if __name__ == "__main__":

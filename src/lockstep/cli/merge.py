@@ -1,9 +1,8 @@
-"""`lockstep merge ADAPTER FOLDER`: writes the base model with an adapter's matrices added, which any program can
-load.
-"""
+"""`lockstep merge ADAPTER FOLDER`: writes the base model with an adapter's matrices added. Any program can load it."""
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def run(words: list[str]) -> int:
     asked = parser.parse_args(words)
     adapter, folder = Path(asked.adapter), Path(asked.folder)
     base = asked.base or _base_of(adapter)
-    if folder.exists():
+    if os.path.lexists(folder):
         raise InputError(f"{folder} exists; give another folder")
     from lockstep.cli.output import quiet_libraries
     from lockstep.progress import StatusLine, busy, watched_by

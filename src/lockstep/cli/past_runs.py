@@ -1,5 +1,4 @@
-"""Commands on runs that have ended: compare them, page through their rollouts, make their report again, and what to
-do next.
+"""Commands on runs that have ended: compare, page through rollouts, make a report again, say what to do next.
 
 `lockstep compare RUN RUN …`: the settings in which runs differ, what they reached, and their curves, side by side.
 
@@ -23,29 +22,19 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.help import WordParser
+from lockstep.cli.help import WordParser, fields_of
 from lockstep.errors import InputError
 from lockstep.files import check_writable, replace_text
+from lockstep.report.page import run_record
 from lockstep.report.page.kinds import Reader, mapping
 from lockstep.report.page.report import render_comparison, render_report
-from lockstep.report.page.run_record import (
-    AFTER,
-    BEFORE,
-    METRICS,
-    RECEIPT,
-    REPORT,
-    SETTINGS,
-    files_of_a_run,
-    read_evaluation,
-    read_run,
-)
-from lockstep.report.sparkline import sparkline
 from lockstep.safe_text import complain, is_secret_name, masked, say, without_secrets
+from lockstep.terminal import sparkline
 
 # The curves, by metric, with their names.
 CURVES = {
@@ -93,7 +82,7 @@ def compare_runs(words: list[str]) -> int:
     parser = WordParser(prog="lockstep compare", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output directory of a run")
     named = parser.parse_args(words).runs
-    with files_of_a_run(*map(Path, named)):
+    with run_record.files_of_a_run(*map(Path, named)):
         runs = [read_past_run(Path(name)) for name in named]
         tables = sections(runs)
     _say_left_out(part for one in runs for part in one.left_out)
@@ -122,13 +111,13 @@ def read_past_run(folder: Path) -> PastRun:
     Raises:
         InputError: the directory holds no run, or its settings cannot be read.
     """
-    record, path, files = read_run(folder), folder / SETTINGS, Reader()
+    record, path, files = run_record.read_run(folder), folder / run_record.SETTINGS, Reader()
     settings = files.read(path, mapping(), without_secrets)
     if settings is None:
         if files.left_out:
             raise InputError(f"the settings of a run cannot be read: {files.left_out[0]}")
         if not record.about:
-            raise InputError(f"{folder} has no {SETTINGS}: is it the output directory of a run?")
+            raise InputError(f"{folder} has no {run_record.SETTINGS}: is it the output directory of a run?")
         settings = record.about.get("settings", {})
     return PastRun(str(folder), settings, record.summary, record.steps, record.left_out)
 
@@ -233,20 +222,19 @@ def report_again(words: list[str]) -> int:
         "--output",
         type=Path,
         metavar="FILE",
-        help=f"where to write the page; default: {REPORT} in the run's directory, or {_COMPARISON} here for "
+        help=f"where to write the page; default: {run_record.REPORT} in the run's directory, or {_COMPARISON} here for "
         f"several runs",
     )
     asked = parser.parse_args(words)
     for folder in asked.runs:
-        if not any((folder / name).is_file() for name in (METRICS, RECEIPT)):
-            raise InputError(
-                f"{folder} is not the output directory of a run: it has neither {METRICS} nor {RECEIPT}"
-            )
+        if not any((folder / name).is_file() for name in (run_record.METRICS, run_record.RECEIPT)):
+            missing = f"neither {run_record.METRICS} nor {run_record.RECEIPT}"
+            raise InputError(f"{folder} is not the output directory of a run: it has {missing}")
     is_single = len(asked.runs) == 1
-    path = asked.output or (asked.runs[0] / REPORT if is_single else Path(_COMPARISON))
+    path = asked.output or (asked.runs[0] / run_record.REPORT if is_single else Path(_COMPARISON))
     check_writable(path)
-    with files_of_a_run(*asked.runs):
-        records = [read_run(folder) for folder in asked.runs]
+    with run_record.files_of_a_run(*asked.runs):
+        records = [run_record.read_run(folder) for folder in asked.runs]
         page = render_report(records[0]) if is_single else render_comparison(records)
     _say_left_out(part for record in records for part in record.left_out)
     replace_text(path, page)
@@ -278,7 +266,7 @@ def page_rollouts(words: list[str]) -> int:
     if asked.best and asked.worst:
         raise InputError("give --best or --worst, not both")
     left_out: list[str] = []
-    with files_of_a_run(Path(asked.run)):
+    with run_record.files_of_a_run(Path(asked.run)):
         pages = list(read_pages(Path(asked.run), asked.step, left_out))
         if asked.text is not None:
             pages = [
@@ -328,7 +316,7 @@ def read_pages(folder: Path, step: int | None, left_out: list[str]) -> Iterator[
         raise InputError(
             f"{folder} kept no rollouts of training; leave --step out to see those of its evaluations"
         )
-    found = [path for path in (folder / BEFORE, folder / AFTER) if path.is_file()]
+    found = [path for path in (folder / run_record.BEFORE, folder / run_record.AFTER) if path.is_file()]
     if not found:
         raise InputError(f"{folder} holds no rollouts: neither rollouts/ nor an evaluation")
     reader = Reader()
@@ -360,7 +348,7 @@ def _page_of(kept: Any) -> dict[str, Any]:
 
 
 def _pages_of_evaluation(path: Path, files: Reader) -> Iterator[dict[str, Any]]:
-    for group in (read_evaluation(files, path) or {"rollouts": ()})["rollouts"]:
+    for group in (run_record.read_evaluation(files, path) or {"rollouts": ()})["rollouts"]:
         for number, (text, reward) in enumerate(zip(group["completions"], group["rewards"], strict=True)):
             yield {
                 "title": f"evaluation {path.stem} training, sample {number}",
@@ -447,7 +435,7 @@ def next_lines(folder: Path, *, adapter: bool, typed: Sequence[str] | None = Non
             f"                 lockstep merge {_word(checkpoint)} {_word(model)}   makes a whole model of it"
         )
     if typed is not None:
-        kept = map(_without_secret, _without(typed, ("--model_name_or_path", "--use_peft")))
+        kept = map(_without_secret, _without(typed, _not_in_evaluation()))
         words = [*kept, "--model_name_or_path", str(model)]
         # The config file of the run may say it.
         words += ["--use_peft", "False"] if adapter else []
@@ -459,7 +447,17 @@ def next_lines(folder: Path, *, adapter: bool, typed: Sequence[str] | None = Non
     ]
 
 
-def _without(words: Sequence[str], names: tuple[str, ...]) -> list[str]:
+def _not_in_evaluation() -> set[str]:
+    """Fields of a run that the command of its evaluation says otherwise, or that have no effect there."""
+    from lockstep.cli.fields import decides_learning
+
+    unused = {
+        n for n, f in fields_of("evaluate").items() if decides_learning(n, f) or f.get("group") == "adapter"
+    }
+    return {f"--{name}" for name in unused | {"model_name_or_path"}}
+
+
+def _without(words: Sequence[str], names: Collection[str]) -> list[str]:
     """The words without these fields, those of secrets, and their values."""
     kept, dropping = [], False
     for word in words:

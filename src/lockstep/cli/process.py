@@ -30,8 +30,11 @@ import os
 import select
 import signal
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import thread as executors
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -42,6 +45,8 @@ from lockstep.safe_text import complain
 # Two bytes for the pipe that differ from every signal number.
 _BEGUN, _ENDED = b"\xf0", b"\xf1"
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+# Seconds that a command waits for such threads when it has ended.
+_THREADS = 10.0
 # A signal that was sent to both processes appears on the child's pipe within these seconds.
 _BOTH = 0.2
 _ENDED_EARLY = (
@@ -82,8 +87,7 @@ def split_in_two() -> None:
 
 @contextmanager
 def run_to_its_end() -> Iterator[None]:
-    """Wraps a training run: a SystemExit inside the run becomes an error, and the parent sees an early end of the
-    process.
+    """Wraps a training run: a SystemExit inside it becomes an error, and the parent sees an early end of the process.
 
     Raises:
         LockstepError: code inside the run raised SystemExit.
@@ -201,6 +205,21 @@ class EndAtOnce:
         self.code: int | None = None
         atexit.register(self._end)
 
+    def leave_threads(self) -> None:
+        """Wait a little for threads that a user's functions have started: Python would wait for them for ever."""
+        # The threads of executors wait for work until they are told that there is none, as Python does at its end.
+        executors._shutdown = True
+        for queue in list(executors._threads_queues.values()):
+            queue.put(None)
+        limit = time.monotonic() + _THREADS
+        for thread in threading.enumerate():
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join(max(0.0, limit - time.monotonic()))
+                if thread.is_alive():
+                    complain(f"lockstep: the thread {thread.name} still runs; the process ends without it")
+                    # The last of them is `_end`.
+                    atexit._run_exitfuncs()
+
     def _end(self) -> None:
         if self.code is None:
             return
@@ -240,8 +259,7 @@ def kernel_setting() -> str:
 
 
 def with_tunables(given: Mapping[str, str], setting: str) -> dict[str, str] | None:
-    """An environment that asks for huge pages and kept memory, as far as the user has not decided; None if nothing is
-    asked for.
+    """An environment that asks for huge pages and kept memory where the user has not decided; None: for nothing.
 
     Huge pages are not asked for if the kernel gives them to all or to none.
 

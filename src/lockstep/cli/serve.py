@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from contextlib import ExitStack
@@ -15,10 +16,11 @@ from lockstep.cli.help import WordParser
 from lockstep.cli.output import quiet_libraries
 from lockstep.config.checks import check_bounds
 from lockstep.config.option import CONTEXT, COUNT, PORT, SHARE
-from lockstep.errors import InputError
+from lockstep.errors import InputError, foreign_errors
 from lockstep.private_caches import expanded
 from lockstep.safe_text import complain, masked, say
 
+_USUAL_SHARE = 0.9
 _EPILOG = "Any other argument goes to vLLM's server as it is (vllm serve --help lists them)."
 
 
@@ -64,6 +66,10 @@ def run(words: list[str]) -> int:
 
     check_driver(os.environ, "hide them (CUDA_VISIBLE_DEVICES=) to serve on the CPU")
     key, file = _key(arguments)
+    if arguments.cast_lm_head_to_fp32 and engine_dtype(arguments.dtype) == torch.float32:
+        _say("cast_lm_head_to_fp32 has no effect with dtype float32")
+    if arguments.gpu_memory_utilization != _USUAL_SHARE and not torch.cuda.is_available():
+        _say("gpu_memory_utilization has no effect without a GPU")
     options = ServeOptions(
         model=resolve_model(arguments.model),
         host=arguments.host,
@@ -77,11 +83,12 @@ def run(words: list[str]) -> int:
         quantization=arguments.quantization,
         rest=tuple(rest),
     )
-    command = command_line(options)
+    with foreign_errors(f"{arguments.model} cannot be served", InputError):
+        command = command_line(options)
     if (line := shortened(options)) and not options.is_later_node:
         _say(line)
     if arguments.dry_run:
-        say(masked(" ".join(command)))
+        say(masked(shlex.join(command)))
         return 0
     if not vllm_installed():
         raise InputError(
@@ -154,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         ("max_num_seqs", int, None, "most sequences decoded together; default: 256 on a GPU, 64 on a CPU"),
         ("tensor_parallel_size", int, 1, "GPUs that one copy of the model is split over"),
         ("data_parallel_size", int, 1, "copies of the model behind this address"),
-        ("gpu_memory_utilization", float, 0.9, "share of a GPU's memory that vLLM may take"),
+        ("gpu_memory_utilization", float, _USUAL_SHARE, "share of a GPU's memory that vLLM may take"),
     ):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind, default=default, help=text)
     parser.add_argument(
@@ -188,6 +195,8 @@ def _key(arguments: argparse.Namespace) -> tuple[str, Path | None]:
     )
 
     if given := os.environ.get(KEY_VARIABLE):
+        if arguments.key_file:
+            _say(f"key_file has no effect with {KEY_VARIABLE}, which has the key")
         return checked_key(given, KEY_VARIABLE), None
     named = expanded(arguments.key_file) if arguments.key_file else None
     if named is not None and named.exists():

@@ -24,18 +24,19 @@ from lockstep.cli.fields import (
     AdaptedRunArguments,
     Arguments,
     Given,
-    RunArguments,
     adapter_arguments,
     build,
     check_effect,
     check_inputs,
     check_sizes,
+    decides_learning,
     factory_names,
     read,
     resolved,
     said_of,
     settings_of,
 )
+from lockstep.cli.help import fields_of
 from lockstep.cli.output import LibraryLog, libraries_aside, quiet_libraries
 from lockstep.cli.past_runs import next_lines
 from lockstep.cli.process import run_to_its_end
@@ -230,15 +231,12 @@ def evaluate(words: list[str]) -> int:
     """
     given = read(words, "evaluate")
     about = said_of(given, AdaptedRunArguments)
-    # The config of a run may have an adapter's fields. Nothing is trained here.
-    check_effect(said_of(given, RunArguments))
+    unused = [name for name, field in fields_of("evaluate").items() if decides_learning(name, field)]
+    check_effect(about, given, unused, "in lockstep evaluate, which learns and saves nothing")
     check_sizes(about)
     if not given.dry_run:
         check_inputs(about)
-        if about.use_peft:
-            raise InputError(
-                "use_peft: merge the adapter with 'lockstep merge', and evaluate the whole model"
-            )
+        refuse_adapter(about)
         if about.eval_size == 0 and about.dataset_test_split is None:
             raise InputError("there is nothing to evaluate on: set eval_size, or dataset_test_split")
     from lockstep.progress import StatusLine
@@ -260,6 +258,19 @@ def evaluate(words: list[str]) -> int:
     return 0
 
 
+def refuse_adapter(about: AdaptedRunArguments) -> None:
+    """Refuse an adapter in a command that does not train.
+
+    Raises:
+        InputError: `use_peft` is on.
+    """
+    if about.use_peft:
+        raise InputError(
+            "use_peft: nothing is trained here; merge the adapter with 'lockstep merge', give the whole model, "
+            "and --use_peft False"
+        )
+
+
 def _evaluated(arguments: AdaptedRunArguments, config: Any) -> dict[str, float]:
     with busy("loading the trainer"):
         from transformers import PrinterCallback
@@ -279,7 +290,7 @@ def _evaluated(arguments: AdaptedRunArguments, config: Any) -> dict[str, float]:
     assert arguments.model_name_or_path is not None
     # The directory of the config may hold the run that trained the model. Nothing is written there.
     with temporary_folder("lockstep-evaluate-") as folder:
-        config.output_dir, config.disable_tqdm = str(folder), True
+        config.output_dir, config.disable_tqdm, config.push_to_hub = str(folder), True, False
         with busy(f"loading {arguments.model_name_or_path}"):
             trainer = GRPOTrainer(
                 arguments.model_name_or_path,

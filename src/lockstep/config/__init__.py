@@ -1,3 +1,1 @@
-"""The configuration of a run: each field is declared once (`option.py`), by subject, and `run.py` inherits all of
-them.
-"""
+"""The configuration of a run: each field is declared once (`option.py`), by subject. `run.py` inherits all of them."""

@@ -12,16 +12,21 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, get_scheduler
 from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.utils import is_torch_tf32_available
 
-from lockstep.config.option import value_of
+from lockstep.config.effect import BY_METRIC
+from lockstep.config.option import refuse_other_value, value_of
+from lockstep.config.table import with_key
 from lockstep.engines.vllm.arguments import check_quantization, check_user_arguments
 from lockstep.errors import InputError, one_line
+from lockstep.files import read_settings
 from lockstep.model_files import build_empty
 from lockstep.safe_text import without_secrets
 
@@ -48,21 +53,51 @@ def check_mappings(config: OnlineConfig) -> None:
     _check("gradient_checkpointing_kwargs", _mapping(config, "gradient_checkpointing_kwargs"), _recomputed)
 
 
-def check_accelerator(given: Any) -> None:
+def check_accelerator(given: Any) -> list[str]:
     """Build accelerate's settings.
+
+    Returns a line if settings have no effect: those of data loaders and of a wrapped model.
 
     Args:
         given: a mapping, its JSON, the path of a JSON file, or settings that are built.
 
     Raises:
-        InputError: accelerate has no such setting, or the file cannot be read.
+        InputError: accelerate has no such setting, the file cannot be read, or a setting changes the batch.
     """
-    if given is None or isinstance(given, AcceleratorConfig):
-        return
+    if given is None:
+        return []
     with _sentence("accelerator_config", given):
-        if isinstance(given, str) and given.startswith("{"):
-            given = json.loads(given)
-        AcceleratorConfig.from_json_file(given) if isinstance(given, str) else AcceleratorConfig(**given)
+        if isinstance(given, str):
+            given = json.loads(given if given.startswith("{") else read_settings(Path(given)))
+        made = given if isinstance(given, AcceleratorConfig) else AcceleratorConfig(**given)
+    if (made.gradient_accumulation_kwargs or {}).get("num_steps", 1) != 1:
+        raise InputError(
+            "accelerator_config.gradient_accumulation_kwargs.num_steps: set gradient_accumulation_steps"
+        )
+    usual = AcceleratorConfig().to_dict()
+    # A stream of rows sets `dispatch_batches` to false.
+    neutral = {"dispatch_batches": False, "use_configured_state": made.use_configured_state}
+    changed = [n for n, value in made.to_dict().items() if value not in (usual[n], neutral.get(n, usual[n]))]
+    why = "every rank reads all rows before training begins, and the model is not wrapped"
+    return [f"{', '.join(changed)} of accelerator_config: no effect here, because {why}"] if changed else []
+
+
+def check_switches(config: OnlineConfig) -> None:
+    """Refuse what transformers would answer with a bare `ValueError`, or take as another field.
+
+    Raises:
+        InputError: `tf32` or a compiled forward is asked for where there is none, or `debug` names what is not there.
+    """
+    # transformers would switch `torch_compile` on, which the user has not set.
+    for name in ("torch_compile_backend", "torch_compile_mode"):
+        refuse_other_value(name, getattr(config, name), with_key(type(config), "only")[name])
+    if config.tf32 and not is_torch_tf32_available():
+        raise InputError(
+            "tf32=True needs an NVIDIA GPU of the Ampere generation or a later one; leave it out"
+        )
+    words = config.debug.split() if isinstance(config.debug, str) else map(value_of, config.debug or ())
+    if unknown := [word for word in words if word != "underflow_overflow"]:
+        raise InputError(f"debug={unknown[0]!r}; it must be underflow_overflow, or left out")
 
 
 def check_adapter(peft_config: Any) -> None:
@@ -140,6 +175,9 @@ def _model(given: Mapping[str, Any]) -> None:
 def _recomputed(given: Mapping[str, Any]) -> None:
     if not isinstance(given.get("use_reentrant", False), bool):
         raise TypeError(f"use_reentrant is {given['use_reentrant']!r}, and must be true or false")
+    for name in ("every_n_layers", "offload"):
+        if name in given:
+            raise TypeError(f"{name} is not supported yet")
     number = torch.ones(1, requires_grad=True)
     checkpoint(torch.exp, number, **{"use_reentrant": False, **given}).sum().backward()
 
@@ -205,10 +243,6 @@ def check_quantised_sampling(config: OnlineConfig) -> None:
             raise InputError(f"{name} is not supported with vllm_quantization; leave one of the two out")
 
 
-# Schedules that follow the metrics of evaluations, and know neither steps nor a warm-up.
-BY_METRIC = ("reduce_lr_on_plateau", "greedy")
-
-
 def complete_schedule(config: OnlineConfig) -> None:
     """Give a schedule that follows metrics the direction of its metric, unless the user has.
 
@@ -256,14 +290,14 @@ def check_schedule(config: OnlineConfig) -> None:
         raise InputError(
             f"lr_scheduler_type={name} takes no lr_scheduler_kwargs, and there are {given}; leave them out"
         )
-    if name in BY_METRIC and warmup and config.process_index == 0:
-        _logger.warning(f"lr_scheduler_type={name} has no warm-up, so that warmup_steps has no effect")
+    if 0 < config.max_steps < warmup and config.process_index == 0:
+        _logger.warning(
+            f"warmup_steps={warmup} is more than max_steps={config.max_steps}: learning_rate is never reached"
+        )
 
 
 def _reduced(name: str, given: Any) -> list[float]:
-    """Rates, as shares of the first one, of a schedule by metric whose metric stays as it is: at once, and without
-    patience.
-    """
+    """Rates of a schedule by metric whose metric stays as it is, as shares of the first: at once, without patience."""
     found = []
     for patience in ({}, {"patience": 0}):
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)

@@ -17,9 +17,7 @@ _WIDTH = 110
 
 
 def documented(config: type[Config]) -> type[Config]:
-    """Class decorator: add a section `Args`, without fields of `transformers.TrainingArguments` and without refused
-    ones.
-    """
+    """Class decorator: add a section `Args`, without refused fields and those of `transformers.TrainingArguments`."""
     aside = {f.name for f in dataclasses.fields(TrainingArguments)}
     aside |= with_key(config, "only").keys() | with_key(config, "no_effect").keys()
     own = [f for f in dataclasses.fields(config) if f.init and f.name not in aside]  # type: ignore[arg-type]

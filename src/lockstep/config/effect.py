@@ -22,12 +22,24 @@ _logger = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
-    """What a trainer was given, as far as fields depend on it."""
+    """What a trainer was given, as far as fields depend on it.
+
+    Attributes:
+        acts: whether there are tools or environments.
+        has_texts: whether prompts may be plain text.
+        has_conversations: whether a chat template may be used: by prompts, agents, reward models.
+        scores: whether there are plain reward functions.
+        starts_engine: whether the trainer starts the engine, or connects to servers.
+    """
 
     acts: bool
     has_agent: bool
     reads_pictures: bool
     evaluates: bool
+    has_texts: bool
+    has_conversations: bool
+    scores: bool
+    starts_engine: bool
 
 
 class Condition(NamedTuple):
@@ -60,7 +72,7 @@ def _loss(*names: str) -> Callable[[Any], bool]:
 def _tracks(*names: str) -> Callable[[Any], bool]:
     def holds(config: Any) -> bool:
         given = [config.report_to] if isinstance(config.report_to, str) else config.report_to or ()
-        return bool({*names, "all"} & set(given)) if names else bool(set(given) - {"none"})
+        return bool({*names, "all"} & set(given))
 
     return holds
 
@@ -75,6 +87,11 @@ def _is_made(arguments: Any) -> bool:
     return arguments.dataset_name in MADE
 
 
+# Schedules that follow the metrics of evaluations, and know neither steps nor a warm-up.
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+WITHOUT_WARM_UP = ("constant", *BY_METRIC)
+# With one step, the ratios of a generation are 1.
+_ONE_STEP = "without several optimizer steps per generation (num_iterations)"
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 CONDITIONS = {
@@ -91,6 +108,7 @@ CONDITIONS = {
         "unless vllm_mode is server, without vllm_server_base_url and vllm_server_url_file",
         lambda c: c.vllm_mode == "server" and not (c.vllm_server_base_url or c.vllm_server_url_file),
     ),
+    "token_weights": Condition("without a loss with such weights", lambda c: c.weights_tokens),
     "correction": Condition(
         "without vllm_importance_sampling_correction", lambda c: c.vllm_importance_sampling_correction
     ),
@@ -120,6 +138,19 @@ CONDITIONS = {
     "adaptive_entropy": Condition("without use_adaptive_entropy", lambda c: c.use_adaptive_entropy),
     "moving_reference": Condition("without sync_ref_model", lambda c: c.sync_ref_model),
     "checkpointing": Condition("without gradient_checkpointing", lambda c: c.gradient_checkpointing),
+    "several_steps": Condition(_ONE_STEP, lambda c: not c.single_update),
+    # The bound of CISPO may be below 1, and that of dual clipping too.
+    "several_steps_or_cispo": Condition(_ONE_STEP, lambda c: not c.single_update or not _loss(*_CLIPPED)(c)),
+    "several_steps_or_below_1": Condition(_ONE_STEP, lambda c: not c.single_update or (c.delta or 1.0) < 1.0),
+    "several_steps_or_kl": Condition(
+        "without beta, or several optimizer steps per generation (num_iterations)",
+        lambda c: not c.single_update or (bool(c.beta) and c.use_bias_correction_kl),
+    ),
+    "warm_up": Condition(
+        "without an lr_scheduler_type that warms up", _is_not("lr_scheduler_type", *WITHOUT_WARM_UP)
+    ),
+    "shuffled": Condition("without shuffle_dataset", lambda c: c.shuffle_dataset),
+    "gpu": Condition("without a GPU", lambda c: c.device.type != "cpu"),
     "epochs": Condition("with max_steps", lambda c: c.max_steps <= 0),
     "betas": Condition("with this optim", lambda c: c.optimizer_takes("betas")),
     "eps": Condition("with this optim", lambda c: c.optimizer_takes("eps")),
@@ -139,8 +170,11 @@ CONDITIONS = {
         "without load_best_model_at_end, save_strategy=best or a schedule by metric",
         lambda c: c.follows_metric,
     ),
-    "hub": Condition("without push_to_hub", lambda c: c.push_to_hub),
-    "trackers": Condition("without report_to", _tracks()),
+    "hub": Condition("without push_to_hub while training", lambda c: c.push_to_hub),
+    "hub_or_trackio": Condition(
+        "without push_to_hub or report_to=trackio while training",
+        lambda c: c.push_to_hub or _tracks("trackio")(c),
+    ),
     "trackio": Condition("without report_to=trackio", _tracks("trackio")),
     "fsdp": Condition("without fsdp", lambda c: c.shards is not None),
     "processes": Condition("with one process", lambda c: c.world_size > 1),
@@ -159,7 +193,11 @@ OF_A_RUN = {
     "calls": Condition("without tools, environments or an agent", lambda r: r.acts or r.has_agent),
     "agent": Condition("without an agent", lambda r: r.has_agent),
     "pictures": Condition("with a model that reads no pictures", lambda r: r.reads_pictures),
-    "held_out": Condition("without data to evaluate on", lambda r: r.evaluates),
+    "texts": Condition("without prompts that are plain text", lambda r: r.has_texts),
+    "conversations": Condition("without conversations", lambda r: r.has_conversations),
+    "plain_rewards": Condition("without plain reward functions", lambda r: r.scores),
+    "own_engine": Condition("without an engine that the trainer starts", lambda r: r.starts_engine),
+    "held_out": Condition("without data to evaluate on while training", lambda r: r.evaluates),
 }
 
 
@@ -171,7 +209,8 @@ def set_fields(given: Any) -> list[str]:
         if field.default_factory is not dataclasses.MISSING:
             usual = field.default_factory()
         value = getattr(given, field.name, usual)
-        if field.init and value not in (None, [], {}, "") and value_of(value) != value_of(usual):
+        is_usual = value in (None, [], {}, "", usual) or value_of(value) == value_of(usual)
+        if field.init and not is_usual:
             found.append(field.name)
     return found
 
@@ -205,8 +244,13 @@ def say_without_effect(
             lines.setdefault(condition.without, []).append(name)
             break
     for without, names in lines.items() if owner else ():
-        verb = "has" if len(names) == 1 else "have"
-        _logger.warning(f"{' and '.join(names)} {verb} no effect {without}")
+        tell_no_effect(names, without)
+
+
+def tell_no_effect(names: Collection[str], without: str) -> None:
+    """Say in one line which fields have no effect, and where."""
+    verb = "has" if len(names) == 1 else "have"
+    _logger.warning(f"{' and '.join(names)} {verb} no effect {without}")
 
 
 def without_effect(conditions: Collection[str]) -> str:

@@ -1,5 +1,4 @@
-"""Fields by subject, one class each: servers, vLLM in this process, images, tools, agents, logs, and what TRL has
-beside them.
+"""Fields by subject, one class each: servers, vLLM in this process, images, tools, agents, logs, and TRL's others.
 
 `OnlineConfig` inherits all of them. `run/engine.py` connects to the servers of `ServerFields`. The names of the
 fields about vLLM's devices and memory are TRL's.
@@ -20,7 +19,6 @@ from typing import Any, Literal, Self, TypeAlias
 
 from lockstep.config.option import (
     COUNT,
-    INSTEAD,
     PORT,
     SECONDS,
     Bookkeeping,
@@ -28,9 +26,10 @@ from lockstep.config.option import (
     option,
     refuse_other_value,
 )
+from lockstep.config.other_names import hint_of
 from lockstep.config.table import with_key
 from lockstep.engines.servers.calls import check_urls, server_urls, urls_of_file
-from lockstep.engines.vllm.port.engine import SleepLevel
+from lockstep.engines.vllm.arguments import SleepLevel
 from lockstep.errors import InputError
 from lockstep.images.prompts import PictureLimits
 from lockstep.images.urls import ImageUrls
@@ -94,9 +93,8 @@ class ServerFields:
     )
     vllm_weight_deltas: bool = option(
         True,
-        "Over gloo, send bf16 servers only the elements of the weights that changed. The trainer and each "
-        "worker then keep "
-        "a copy of the weights in main memory, if there is room.",
+        "Over gloo, send bf16 servers only the elements of weights that changed. Trainer and workers then keep "
+        "a copy in main memory, if there is room.",
         group="server",
         bookkeeping=Bookkeeping.SERVERS,
         only_with="vllm",
@@ -126,8 +124,10 @@ class ServerFields:
 
     @property
     def generation_timeout(self) -> float:
-        """Seconds that the engine may take for one request, and that it waits for a request. With TRL's default of
-        `vllm_server_timeout`, which is meant for a server's start, long completions on a CPU would be cut off."""
+        """Seconds that the engine may take for one request, and that it waits for a request.
+
+        With TRL's default, which is meant for a server's start, long completions on a CPU would be cut off.
+        """
         return 2.5 * self.vllm_server_timeout
 
     @property
@@ -317,9 +317,8 @@ class ToolFields:
     )
     tool_threads: bool = option(
         False,
-        "Each call of a plain tool, and each environment, gets a thread of its own, so that slow ones run at "
-        "the same time. "
-        "Signals do not work there, and neither does a connection that was made once (SQLite).",
+        "Each call of a plain tool, and each environment, gets a thread of its own, so that slow ones run together. "
+        "Signals do not work there, nor does a connection that was made once (SQLite).",
         group="tools",
         bookkeeping=Bookkeeping.THREADS,
         only_with="acting",
@@ -369,9 +368,7 @@ class AgentFields:
 
 @dataclass
 class LogFields:
-    """Fields of `OnlineConfig` about logs, and about rollouts that are printed, sent to trackers, shown in the
-    report, or kept.
-    """
+    """Fields of `OnlineConfig` about logs, and about rollouts that are printed, tracked, shown in a report or kept."""
 
     logging_steps: float = option(
         10,
@@ -383,7 +380,9 @@ class LogFields:
         only_with="log_steps",
     )
     logging_nan_inf_filter: bool = option(
-        False, "Hide NaN losses; off, so that you see them.", group="logging"
+        False,
+        "Has no effect: a proof ends the run before such a loss is logged.",
+        no_effect="a proof ends the run before a loss that is not finite is logged",
     )
     log_completions: bool = option(
         False,
@@ -464,8 +463,10 @@ class OneValueFields:
     )
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
-        for name in given.keys() & INSTEAD.keys():
-            raise InputError(f"{cls.__name__} has no field {name!r}; {INSTEAD[name]}")
+        fields = vars(cls)["__dataclass_fields__"]
+        for name in given.keys() - fields.keys():
+            if hint := hint_of(name, fields):
+                raise InputError(f"{cls.__name__} has no field {name!r}; {hint}")
         return super().__new__(cls)
 
     def refuse_other_values(self) -> None:

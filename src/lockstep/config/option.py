@@ -23,26 +23,6 @@ Group = Literal[
 GROUPS: tuple[str, ...] = get_args(Group)
 OTHERS = "transformers' Trainer"
 
-# What TRL or an earlier Lockstep calls a field and is none here: what a user sets instead.
-INSTEAD = {
-    "max_prompt_length": "no prompt is cut here: drop rows that are too long, or raise vllm_max_model_length",
-    **dict.fromkeys(
-        ("dtype", "torch_dtype"),
-        "bf16 says in what the trainer computes, engine_dtype in what the engine does, and model_init_kwargs: "
-        "{dtype: …} how the "
-        "trained weights are held",
-    ),
-    "attn_implementation": "model_init_kwargs: {attn_implementation: …} has it",
-    "vllm_device": "vLLM takes the trainer's device; with vllm_mode=server it has devices of its own",
-    "version": "'lockstep --version' prints it",
-    "overlap_rewards": "it was removed; max_staleness has its purpose: a server samples later generations "
-    "while rewards are "
-    "computed",
-    "renderer": "it was removed: the model's chat template makes the ids between turns, and tool_format says "
-    "how tool calls are "
-    "written",
-}
-
 
 class Bookkeeping(StrEnum):
     """What a field decides that may change when a run goes on. All other fields decide what the run learns."""
@@ -101,7 +81,9 @@ class Bounds(NamedTuple):
 
 SEED = Bounds(0, 2**32 - 1)
 SHARE = Bounds(0, 1, above=True)
-SECONDS = Bounds(0, above=True)
+# Seconds: four months. A wait of some hundred times as many is more than Python's clocks can count.
+LONGEST_WAIT = 10**7
+SECONDS = Bounds(0, LONGEST_WAIT, above=True)
 COUNT = Bounds(1)
 PORT = Bounds(1, 65535)
 CONTEXT = Bounds(2)

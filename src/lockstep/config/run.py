@@ -1,15 +1,8 @@
-"""The fields of all online methods, and of methods that sample groups.
+"""The fields of all online methods (`OnlineConfig`), and of methods that sample groups (`GroupConfig`).
 
-Fields shared by all online methods: `transformers.TrainingArguments` and additional fields with TRL's names.
-
-A method's own config extends them; methods that sample groups extend `GroupConfig`. Fields of TRL that Lockstep does
-not support are refused in `__post_init__`. No field is ignored.
-
-Fields of methods that sample groups: number of completions, sizes of a generation, clipping, and the reference model.
-
-`GroupConfig` extends `OnlineConfig`. The configs of GRPO, RLOO, REINFORCE++ and PPO extend it.
-
-Defaults depend on the machine: its fast dtype, and the number of positions that it computes well in one forward.
+They are those of `transformers.TrainingArguments` and additional fields with TRL's names. A method's own config
+extends them. Fields of TRL that Lockstep does not support are refused in `__post_init__`. No field is ignored. Some
+defaults depend on the machine (`devices.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +21,6 @@ from transformers import Trainer, TrainingArguments
 from lockstep.algorithms.corrections import CorrectionMode
 from lockstep.config.checks import check_fields
 from lockstep.config.contradictions import (
-    BY_METRIC,
     check_accelerator,
     check_best_model,
     check_corrections,
@@ -37,9 +29,10 @@ from lockstep.config.contradictions import (
     check_quantised_sampling,
     check_schedule,
     check_staleness,
+    check_switches,
     complete_schedule,
 )
-from lockstep.config.effect import say_without_effect, set_fields
+from lockstep.config.effect import BY_METRIC, say_without_effect, set_fields
 from lockstep.config.fields import (
     AgentFields,
     ColocateFields,
@@ -59,37 +52,16 @@ from lockstep.config.launcher import (
 from lockstep.config.option import CONTEXT, COUNT, SECONDS, SHARE, Bookkeeping, Bounds, option, value_of
 from lockstep.config.sampling import FilterFields, InterruptionFields
 from lockstep.config.table import with_key
+from lockstep.devices import has_fast_bf16
 from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, check_adapters, usual_sequences
 from lockstep.engines.vllm.start import vllm_installed
-from lockstep.errors import InputError
+from lockstep.errors import InputError, one_line
 from lockstep.extensions import SHARDINGS, load
 from lockstep.models.arithmetic import Precision, liger_config
 from lockstep.models.policy import check_init_kwargs
 from lockstep.safe_text import masked, without_secrets
 from lockstep.shards.settings import Sharding, switched_on, take_settings
 from lockstep.tokens.chat import NAME_IN_TEMPLATES, TemplateClock
-
-
-def has_fast_bf16() -> bool:
-    """Whether bf16 is faster than fp32 on this machine.
-
-    On a CPU without AMX or AVX-512 BF16 (or Arm's BF16) it is slower: oneDNN emulates it, at a fifth of fp32's speed
-    on an AVX2 machine (19 against 105 GFLOP/s on two cores of an EPYC 7003).
-    """
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities()
-    return any(bool(capabilities.get(name)) for name in ("amx_bf16", "avx512_bf16", "bf16"))
-
-
-def usual_token_budgets() -> tuple[int, int]:
-    """Positions of one forward that fill this machine's kernels and fit into usual memory (docs/internals/training.md).
-
-    Returns:
-        The number for a forward, and the number for a forward with all completions of one prompt. On a CPU the second
-        is larger, because a CPU has more memory for its speed than a GPU.
-    """
-    return (4096, 4096) if torch.cuda.is_available() else (2048, 5120)
 
 
 def engine_dtype(name: str) -> torch.dtype:
@@ -140,7 +112,7 @@ class OnlineConfig(
         None, "Arguments of `from_pretrained`, if the model is given by name.", group="model", mapping=True
     )
     chat_template_kwargs: dict | str | None = option(
-        None, "Arguments of the chat template.", group="model", mapping=True
+        None, "Arguments of the chat template.", group="model", mapping=True, only_with="conversations"
     )
     add_special_tokens: bool = option(
         True,
@@ -148,6 +120,7 @@ class OnlineConfig(
         "Off: a text is "
         "all of its prompt.",
         group="data",
+        only_with="texts",
     )
     shuffle_dataset: bool = option(True, "Shuffle the training prompts every epoch.", group="data")
 
@@ -184,16 +157,17 @@ class OnlineConfig(
     )
     recheck_rewards: bool = option(
         True,
-        "Ask plain reward functions again about one drawn group per generation, to prove the scores. Set it "
-        "to false for "
-        "functions with side effects, or that depend on time or on earlier calls.",
+        "Ask plain reward functions again about one drawn group per generation, to prove the scores. Not for "
+        "functions with side effects, or that depend on time or earlier calls.",
         group="reward",
         bookkeeping=Bookkeeping.COMPARISON,
+        only_with="plain_rewards",
     )
     vllm_importance_sampling_correction: bool = option(
         True,
         "Weight tokens by the measured trainer / engine ratio, after the gap has passed.",
         group="proofs",
+        only_with="token_weights",
     )
     vllm_importance_sampling_mode: CorrectionMode = option(
         "token_truncate",
@@ -224,7 +198,7 @@ class OnlineConfig(
         group="engine",
         bounds=SHARE,
         bookkeeping=Bookkeeping.MEMORY,
-        only_with="vllm_here",
+        only_with=("vllm_here", "own_engine"),
     )
     vllm_max_model_length: int | None = option(
         None,
@@ -245,10 +219,8 @@ class OnlineConfig(
     max_staleness: int = option(
         0,
         "How many optimizer steps tokens may be older than the policy that first learns from them. Above 0, "
-        "generations are "
-        "sampled ahead: by a server while the trainer learns, by an engine in this process before it learns. "
-        "0: generation and "
-        "training take turns.",
+        "generations are sampled ahead: by a server while the trainer learns, in this process before it learns. "
+        "0: they take turns.",
         group="server",
     )
     vllm_model_impl: str = option(
@@ -256,24 +228,26 @@ class OnlineConfig(
         "The model's implementation in vLLM: vllm (or auto), which takes transformers' where vLLM has none, "
         "or transformers.",
         group="engine",
-        only_with="vllm_here",
+        only_with=("vllm_here", "own_engine"),
     )
     vllm_engine_kwargs: dict | str | None = option(
-        None, "Further arguments of vllm.LLM.", group="engine", mapping=True, only_with="vllm_here"
+        None,
+        "Further arguments of vllm.LLM.",
+        group="engine",
+        mapping=True,
+        only_with=("vllm_here", "own_engine"),
     )
     vllm_enable_lora: bool = option(
         False,
-        "Send a LoRA adapter alone, to vLLM's own LoRA, instead of merged weights: less is sent, and sampling "
-        "is slower. A "
-        "server needs --enable_lora.",
+        "Send a LoRA adapter alone, to vLLM's own LoRA: less is sent, and sampling is slower. A server needs "
+        "--enable_lora.",
         group="engine",
         only_with="vllm",
     )
     vllm_quantization: str | None = option(
         None,
-        "Sample with the weights in 8 bits, by vLLM's name of the scheme: fp8_per_channel. The trainer keeps "
-        "its own weights, "
-        "and importance weights correct for the difference. A server needs --quantization.",
+        "Sample with weights in 8 bits: fp8_per_channel. The trainer keeps its own, and importance weights correct "
+        "for the difference. A server needs --quantization.",
         group="engine",
         only_with="vllm",
     )
@@ -377,9 +351,14 @@ class OnlineConfig(
         self.fsdp = self.fsdp_config = self.deepspeed = None
         # A trainer sets the time of its run (`run/files/directory.py`).
         self.template_clock = TemplateClock(datetime.now())
-        check_accelerator(self.accelerator_config)
+        dropped += check_accelerator(self.accelerator_config)
+        check_switches(self)
         with meeting_ranks(os.environ, self.ddp_timeout, use_cpu=self.use_cpu):
-            super().__post_init__()
+            try:
+                super().__post_init__()
+            except (ValueError, TypeError, ArithmeticError, ImportError) as error:
+                # Fields that contradict each other, or that this machine does not support.
+                raise InputError(one_line(error) or type(error).__name__) from error
         use_one_gpu(self)
         if self.zero is not None:
             self.zero.check_values(self)
@@ -455,6 +434,11 @@ class OnlineConfig(
         return None if self.shards is None else "FSDP"
 
     @property
+    def weights_tokens(self) -> bool:
+        """Whether the loss weights tokens by the ratio of trainer and engine."""
+        return True
+
+    @property
     def group_size(self) -> int:
         """Completions per prompt in training."""
         raise NotImplementedError
@@ -518,9 +502,7 @@ class OnlineConfig(
 
     @property
     def single_update(self) -> bool:
-        """Whether each generation is used for exactly one optimizer step, so that the policy does not change while it
-        is used.
-        """
+        """Whether each generation serves exactly one optimizer step, so that the policy does not change in between."""
         return self.optimizer_steps_per_generation == 1
 
     @property
@@ -588,7 +570,11 @@ class OnlineConfig(
         if not server:
             return
         if self.use_vllm is False:
-            raise InputError("vllm_mode=server and use_vllm=false contradict each other; leave use_vllm out")
+            named = [
+                n for n in ("vllm_server_base_url", "vllm_server_url_file") if getattr(self, n) is not None
+            ]
+            asks = named[0] if named else "vllm_mode=server"
+            raise InputError(f"{asks} and use_vllm=false contradict each other; leave use_vllm out")
         if self.vllm_engine_kwargs:
             raise InputError(
                 "vllm_engine_kwargs are for vLLM in this process; give them to 'lockstep serve' instead"
@@ -640,14 +626,14 @@ class GroupConfig(OnlineConfig):
         "Lower clip of the ratio: 1 − epsilon.",
         group="method",
         bounds=Bounds(0, infinite=True),
-        only_with="clip",
+        only_with=("several_steps", "clip"),
     )
     epsilon_high: float | None = option(
         None,
         "Upper clip: 1 + epsilon_high; default: epsilon.",
         group="method",
         bounds=Bounds(0, infinite=True),
-        only_with="upper_clip",
+        only_with=("several_steps_or_cispo", "upper_clip"),
     )
     beta: float = option(
         0.0,
@@ -748,8 +734,8 @@ class GroupConfig(OnlineConfig):
         self.generation_batch_size = batch * self.steps_per_generation
         if self.generation_batch_size % self.num_generations:
             raise InputError(
-                f"one generation makes {self.generation_batch_size} completions ({batch} × "
-                f"steps_per_generation={self.steps_per_generation}), not a multiple of "
+                f"one generation makes {self.generation_batch_size} completions (per_device_train_batch_size × "
+                f"processes = {batch}, × steps_per_generation={self.steps_per_generation}), not a multiple of "
                 f"num_generations={self.num_generations}"
             )
         if self.steps_per_generation % self.gradient_accumulation_steps:

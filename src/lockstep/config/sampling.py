@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +24,16 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.config.checks import check_bounds
 from lockstep.config.option import COUNT, Bounds, option
 from lockstep.contract.sampling import (
+    GRAMMAR_FIELDS,
     LARGEST_TEMPERATURE,
     SMALLEST_TEMPERATURE,
     Grammar,
+    GrammarCompiler,
+    GrammarKind,
     Sampling,
     check_grammar,
 )
+from lockstep.contract.support import Bans
 from lockstep.errors import InputError
 from lockstep.rollouts.programs.interruptions import Interruption
 
@@ -38,12 +42,20 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-# The field of each kind of grammar.
-_GRAMMARS = {
-    "vllm_structured_outputs_regex": "regex",
-    "structured_outputs_json": "json",
-    "structured_outputs_choice": "choice",
-    "structured_outputs_grammar": "grammar",
+# What each field of `Sampling` is made of the config's field of the same name. The keys of a JSON mapping are texts.
+_MADE: dict[str, Callable[[Any], Any]] = {
+    "top_p": float,
+    "top_k": int,
+    "min_p": lambda given: float(given or 0.0),
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "logit_bias": lambda given: tuple(
+        sorted((int(token), float(value)) for token, value in (given or {}).items())
+    ),
+    "allowed_token_ids": lambda given: None if given is None else tuple(map(int, given)),
+    "min_tokens": int,
+    "max_kept_ids": int,
 }
 # Keys that `generation_kwargs` may have: fields of this class. Other settings have fields elsewhere.
 _KWARGS = (
@@ -212,7 +224,11 @@ class FilterFields:
             raise InputError(f'logit_bias={self.logit_bias!r}; it must be a mapping, such as {{"42": -1.5}}')
         sampling = Sampling(limit, **self.filter_values())
         if sampling.grammar is not None:
-            check_grammar(sampling.grammar)
+            (name,) = self._grammar_fields.values()
+            try:
+                check_grammar(sampling.grammar)
+            except InputError as error:
+                raise InputError(f"{name}: {error}") from error
         counting = self._counting_fields
         if interrupted and counting:
             raise InputError(
@@ -241,7 +257,11 @@ class FilterFields:
         """The fields in force that count the tokens of one call to the engine."""
         values = self.filter_values()
         names = Sampling(max(values["min_tokens"], 1), **values).counting_fields
-        return [*names, *(["bad_words"] if self.bad_words else [])]
+        # The field of a grammar says its kind.
+        named = [
+            f for name in names for f in (self._grammar_fields.values() if name == "grammar" else [name])
+        ]
+        return [*named, *(["bad_words"] if self.bad_words else [])]
 
     def filter_values(self) -> dict[str, Any]:
         """The fields of `Sampling`, except `bad_words`, whose ids only a tokenizer knows.
@@ -249,35 +269,28 @@ class FilterFields:
         Raises:
             InputError: a field has a value of another kind, or several grammars are given.
         """
-        bias: Mapping[Any, Any] = self.logit_bias or {}  # type: ignore[assignment]
-        try:
-            return {
-                "top_p": float(self.top_p),
-                "top_k": 1 if self.is_greedy else int(self.top_k),
-                "min_p": float(self.min_p or 0.0),
-                "repetition_penalty": float(self.repetition_penalty),
-                "presence_penalty": float(self.presence_penalty),
-                "frequency_penalty": float(self.frequency_penalty),
-                # The keys of a JSON mapping are texts.
-                "logit_bias": tuple(sorted((int(token), float(value)) for token, value in bias.items())),
-                "allowed_token_ids": None
-                if self.allowed_token_ids is None
-                else tuple(map(int, self.allowed_token_ids)),
-                "min_tokens": int(self.min_tokens),
-                "grammar": self._grammar(),
-                "max_kept_ids": int(self.max_kept_ids),
-            }
-        except (TypeError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"a sampling field has a value of the wrong kind: {error}") from error
+        found: dict[str, Any] = {}
+        for name, made in _MADE.items():
+            try:
+                found[name] = made(getattr(self, name))
+            except (TypeError, ValueError, OverflowError) as error:
+                raise InputError(f"{name}={getattr(self, name)!r:.80} cannot be used: {error}") from error
+        return found | ({"top_k": 1} if self.is_greedy else {}) | {"grammar": self._grammar()}
+
+    @property
+    def _grammar_fields(self) -> dict[GrammarKind, str]:
+        return {kind: name for kind, name in GRAMMAR_FIELDS.items() if getattr(self, name) is not None}
 
     def _grammar(self) -> Grammar | None:
-        given = {name: getattr(self, name) for name in _GRAMMARS if getattr(self, name) is not None}
+        given = self._grammar_fields
         if len(given) > 1:
-            raise InputError(f"{' and '.join(given)}: a completion can follow one of them only")
-        for name, value in given.items():
-            return Grammar(_GRAMMARS[name], value if isinstance(value, str) else json.dumps(value))  # type: ignore[arg-type]
+            raise InputError(f"{' and '.join(given.values())}: a completion can follow one of them only")
+        for kind, name in given.items():
+            value = getattr(self, name)
+            try:
+                return Grammar(kind, value if isinstance(value, str) else json.dumps(value))
+            except (InputError, TypeError, ValueError) as error:
+                raise InputError(f"{name}={value!r:.80}: {error}") from error
         return None
 
 
@@ -390,6 +403,30 @@ def check_end_of_thinking(config: OnlineConfig, tokenizer: PreTrainedTokenizerBa
             f"end_of_thinking={config.end_of_thinking!r} is {len(found.end_ids)} tokens of this tokenizer; a "
             "completion that writes it with other tokens counts as still thinking"
         )
+    if found is not None and not set(found.end_ids) <= set(config.allowed_token_ids or found.end_ids):
+        _logger.warning(
+            f"allowed_token_ids lacks end_of_thinking={config.end_of_thinking!r}: no completion ends its thinking, "
+            "and every long one is interrupted (max_thinking_length)"
+        )
+
+
+def check_leaves_tokens(
+    config: OnlineConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int, end_ids: Sequence[int]
+) -> None:
+    """Check what is banned against the model's vocabulary, and that a token is left to sample.
+
+    Args:
+        vocabulary: number of logits of the model.
+        end_ids: the ids that end a completion.
+
+    Raises:
+        InputError: a field names a token that the model does not have, or fields together leave no token.
+    """
+    sampling, ends = sampling_of(config, tokenizer, end_ids), tuple(end_ids)
+    sampling.check_vocabulary(vocabulary)
+    Bans(sampling, vocabulary, ends, tokenizer.decode).check(
+        lambda: GrammarCompiler(tokenizer, vocabulary, ends)
+    )
 
 
 def sampling_of(

@@ -10,12 +10,14 @@ import functools
 import inspect
 from typing import Any
 
-from lockstep.config.option import COUNT, SEED, About, Bookkeeping, Bounds, about
+from lockstep.config.option import COUNT, LONGEST_WAIT, SEED, About, Bookkeeping, Bounds, about
 
 _SAMPLED = "an evaluation samples with the engine, in the engine's dtype and batches"
 _NO_OUTPUTS = "an evaluation samples, and gathers no outputs of the model"
 _IN_MEMORY = "prompts are token ids in memory before training begins"
 _UNWRAPPED = "the model is not wrapped by DistributedDataParallel"
+
+_COMPILED = "a compiled forward has not been compared with the engine"
 
 _BY_CALLER = "what is called says it"
 
@@ -23,7 +25,10 @@ _BY_CALLER = "what is called says it"
 INHERITED: dict[str, About] = {
     "gradient_checkpointing": about(group="model", bookkeeping=Bookkeeping.MEMORY),
     "gradient_checkpointing_kwargs": about(
-        group="model", bookkeeping=Bookkeeping.MEMORY, only_with="checkpointing"
+        "Arguments of torch's `checkpoint`, such as use_reentrant.",
+        group="model",
+        bookkeeping=Bookkeeping.MEMORY,
+        only_with="checkpointing",
     ),
     "use_liger_kernel": about(group="model"),
     "eval_strategy": about(group="data", bookkeeping=Bookkeeping.LOGS),
@@ -38,7 +43,7 @@ INHERITED: dict[str, About] = {
     "gradient_accumulation_steps": about(group="method", common=True, bounds=COUNT),
     "lr_scheduler_type": about(group="method"),
     "lr_scheduler_kwargs": about(group="method"),
-    "warmup_steps": about(group="method", bounds=Bounds(0)),
+    "warmup_steps": about(group="method", bounds=Bounds(0), only_with="warm_up"),
     "optim": about(
         "The optimizer. Those that step inside the backward (lomo, layerwise, schedule_free) are refused.",
         group="method",
@@ -50,9 +55,13 @@ INHERITED: dict[str, About] = {
     "adam_beta2": about(group="method", bounds=Bounds(0, 1, below=True), only_with="betas"),
     "adam_epsilon": about(group="method", bounds=Bounds(0), only_with="eps"),
     "seed": about(group="method", common=True, bounds=SEED),
-    "data_seed": about(group="method", bounds=SEED),
+    "data_seed": about(group="method", bounds=SEED, only_with="shuffled"),
     "report_to": about(group="logging", common=True, bookkeeping=Bookkeeping.PLACE),
-    "run_name": about(group="logging", bookkeeping=Bookkeeping.PLACE, only_with="trackers"),
+    "run_name": about(
+        "Name of the run: in trackers, and in the title of its report.",
+        group="logging",
+        bookkeeping=Bookkeeping.PLACE,
+    ),
     "project": about(group="logging", bookkeeping=Bookkeeping.PLACE, only_with="trackio"),
     "logging_strategy": about(group="logging", bookkeeping=Bookkeeping.LOGS),
     "logging_first_step": about(group="logging", bookkeeping=Bookkeeping.LOGS),
@@ -85,11 +94,18 @@ INHERITED: dict[str, About] = {
     "push_to_hub": about(group="saving", bookkeeping=Bookkeeping.HUB),
     "hub_model_id": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
     "hub_strategy": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
-    "hub_private_repo": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
+    "hub_private_repo": about(
+        "Whether a new repository, or a new Space of trackio, is private. Default: as the account says.",
+        group="saving",
+        bookkeeping=Bookkeeping.HUB,
+        only_with="hub_or_trackio",
+    ),
     "hub_revision": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
     "hub_always_push": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
     "hub_token": about(group="saving", only_with="hub"),
-    "ddp_timeout": about(bounds=COUNT, bookkeeping=Bookkeeping.WAITING, only_with="processes"),
+    "ddp_timeout": about(
+        bounds=Bounds(1, LONGEST_WAIT), bookkeeping=Bookkeeping.WAITING, only_with="processes"
+    ),
     # TrainingArguments had it until transformers 5.
     "logging_dir": about(bookkeeping=Bookkeeping.PLACE),
     "trackio_bucket_id": about(bookkeeping=Bookkeeping.PLACE, only_with="trackio"),
@@ -106,12 +122,12 @@ INHERITED: dict[str, About] = {
     "include_num_input_tokens_seen": about(bookkeeping=Bookkeeping.LOGS),
     "disable_tqdm": about(bookkeeping=Bookkeeping.LOGS),
     "log_level_replica": about(bookkeeping=Bookkeeping.LOGS, only_with="processes"),
-    "torch_empty_cache_steps": about(bookkeeping=Bookkeeping.MEMORY),
+    "torch_empty_cache_steps": about(bookkeeping=Bookkeeping.MEMORY, only_with="gpu"),
     "deepspeed": about(bookkeeping=Bookkeeping.MEMORY),
     "fsdp": about(bookkeeping=Bookkeeping.MEMORY, also=("bool", "list")),
     "fsdp_config": about(bookkeeping=Bookkeeping.MEMORY, only_with="fsdp"),
     "use_cpu": about(bookkeeping=Bookkeeping.DEVICE),
-    "accelerator_config": about(bookkeeping=Bookkeeping.OBJECT),
+    "accelerator_config": about(bookkeeping=Bookkeeping.OBJECT, also=("AcceleratorConfig",)),
     "fp16": about(
         only=(
             False,
@@ -133,7 +149,9 @@ INHERITED: dict[str, About] = {
         )
     ),
     "parallelism_config": about(only=(None, "use FSDP2 or DeepSpeed (docs/guides/sharding.md)")),
-    "torch_compile": about(only=(False, "a compiled forward has not been compared with the engine")),
+    "torch_compile": about(only=(False, _COMPILED)),
+    "torch_compile_backend": about(only=(None, _COMPILED)),
+    "torch_compile_mode": about(only=(None, _COMPILED)),
     "label_smoothing_factor": about(only=(0.0, "it has no meaning for these losses")),
     "neftune_noise_alpha": about(only=(None, "the engine has no such noise")),
     "train_sampling_strategy": about(only=("random", "use shuffle_dataset")),
@@ -163,8 +181,10 @@ INHERITED: dict[str, About] = {
     "dataloader_multiprocessing_context": about(no_effect=(None, _IN_MEMORY)),
     "dataloader_in_order": about(no_effect=(True, _IN_MEMORY)),
     "length_column_name": about(no_effect=("length", "prompts are not sorted by their lengths")),
+    "local_rank": about(no_effect=(-1, "the launcher says it (LOCAL_RANK)")),
     "do_train": about(no_effect=(False, _BY_CALLER)),
     "do_predict": about(no_effect=(False, _BY_CALLER)),
+    "tf32": about(only_with="gpu"),
     "ddp_backend": about(only_with="processes"),
     "save_on_each_node": about(only_with="processes"),
     "optim_target_modules": about(only_with="projection"),

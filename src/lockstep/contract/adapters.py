@@ -10,7 +10,7 @@ the last of these requests has ended.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +46,21 @@ class UsedAdapter:
     def versions(self) -> dict[str, int]:
         """The weight version of each stamp that the request's tokens may have."""
         return {self.stamp: self.version}
+
+
+class NoAdapters:
+    """Of an engine without LoRA: it receives no adapter, and requests use the engine's own weights."""
+
+    limits = name = request = None
+
+    def used(self) -> AbstractContextManager[None]:
+        """A request uses no adapter."""
+        return nullcontext()
+
+    def nothing(self, *given: object) -> None:
+        """There is no adapter that this would concern."""
+
+    check_whole_push_allowed = use_none = forget = leave_server = forget_servers = name_as = close = nothing
 
 
 class AdapterReceiver(Protocol):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
     import xgrammar
 
 GrammarKind = Literal["regex", "json", "choice", "grammar"]
+# The field of a run for each kind.
+GRAMMAR_FIELDS: dict[GrammarKind, str] = {
+    "regex": "vllm_structured_outputs_regex",
+    "json": "structured_outputs_json",
+    "choice": "structured_outputs_choice",
+    "grammar": "structured_outputs_grammar",
+}
 
 # vLLM 0.32.0 silently raises a lower temperature to the first value, and refuses a temperature above the second value.
 SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE = 0.01, 2.0
@@ -319,8 +327,10 @@ def _read(grammar: Grammar, reader: Any, prefix: str) -> Any:
     try:
         return getattr(reader, prefix + name)(spec)
     except RuntimeError as error:
+        # xgrammar puts the time and the line of its own source before its text.
+        why = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error))
         raise InputError(
-            f"the {grammar.kind} of the structured outputs cannot be read: {str(error)[:300]}"
+            f"the {grammar.kind} of the structured outputs cannot be read: {why[:300]}"
         ) from error
 
 

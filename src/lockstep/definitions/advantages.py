@@ -58,10 +58,8 @@ def grpo(groups: Sequence[Rewards], scale: str) -> list[list[float | None]]:
         return differences
     all_values = [r for group in (groups if scale == "batch" else differences) for r in scored(group)]
     spreads = [deviation(scored(group) if scale == "group" else all_values) for group in groups]
-    return [
-        [None if d is None else d / (spread + EPSILON) for d in values]
-        for values, spread in zip(differences, spreads, strict=True)
-    ]
+    pairs = zip(differences, spreads, strict=True)
+    return [[None if d is None else d / (spread + EPSILON) for d in values] for values, spread in pairs]
 
 
 def gdpo(groups: Sequence[Sequence[Rewards]], weights: Sequence[float]) -> list[float | None]:

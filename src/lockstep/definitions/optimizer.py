@@ -111,15 +111,8 @@ class PlateauSchedule:
         bad: int = 0,
         waiting: int = 0,
     ) -> None:
-        known = {
-            "mode": "min",
-            "factor": 0.1,
-            "patience": 10,
-            "threshold": 1e-4,
-            "threshold_mode": "rel",
-            "cooldown": 0,
-        }
-        self._of = {**known, "min_lr": 0.0, "eps": 1e-8, **settings}
+        known = {"mode": "min", "factor": 0.1, "patience": 10, "threshold": 1e-4, "threshold_mode": "rel"}
+        self._of = {**known, "cooldown": 0, "min_lr": 0.0, "eps": 1e-8, **settings}
         self.rates = list(rates)
         self._best, self._bad, self._waiting = best, bad, waiting
 
@@ -216,14 +209,9 @@ def optimizer_fields(fields: Mapping[str, Any]) -> OptimizerFields:
         settings["eps"] = float(fields["adam_epsilon"])
     if optimizer in ("adamw_torch", "adamw_torch_fused"):
         settings |= {"amsgrad": False, "maximize": False}
-    known = optimizer in (*ADAMW, *LION, *OTHERS)
+    decay = float(fields["weight_decay"]) if optimizer in (*ADAMW, *LION, *OTHERS) else None
     rate, given = float(fields["learning_rate"]), fields.get("value_learning_rate")
-    return OptimizerFields(
-        settings,
-        float(fields["weight_decay"]) if known else None,
-        rate,
-        10 * rate if given is None else float(given),
-    )
+    return OptimizerFields(settings, decay, rate, 10 * rate if given is None else float(given))
 
 
 def has_decay(name: str) -> bool:

@@ -57,6 +57,7 @@ from lockstep.contract.protocol import (
     RequestKey,
 )
 from lockstep.contract.sampling import GrammarCompiler, GrammarState
+from lockstep.contract.support import Bans
 from lockstep.contract.tensors import Begun, HeldWeights, LoadedWeights, TensorSpec, described, finished
 from lockstep.devices import on_host, sent
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
@@ -337,7 +338,7 @@ class TransformersEngine:
             ids,
             attention_mask=mask.to(self.model.device),
             generation_config=GenerationConfig(max_new_tokens=budget, do_sample=False, pad_token_id=pad),
-            logits_processor=LogitsProcessorList([SampleRows(rows, pad)]),
+            logits_processor=LogitsProcessorList([SampleRows(rows, pad, self._tokenizer.decode)]),
             stopping_criteria=StoppingCriteriaList([_RowsDone(rows, self._tokenizer, deadline)]),
             **model_inputs([row.request.pictures for row in rows], ids),
         )
@@ -425,9 +426,10 @@ class TransformersEngine:
 class SampleRows(LogitsProcessor):
     """Samples each unfinished row's next token and sets other logits to −inf, so that the greedy choice takes it."""
 
-    def __init__(self, rows: list[_Row], pad: int) -> None:
-        self._rows = rows
-        self._pad = pad
+    def __init__(
+        self, rows: list[_Row], pad: int, decode: Callable[[Sequence[int]], str] | None = None
+    ) -> None:
+        self._rows, self._pad, self._decode = rows, pad, decode
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         # One copy of all rows waits for the GPU once per token, and not once per row.
@@ -441,14 +443,14 @@ class SampleRows(LogitsProcessor):
 
     def _sample(self, row: _Row, logits: torch.Tensor) -> int:
         sampling = row.request.sampling
+        mask = None if row.grammar is None else row.grammar.mask()
         logprobs = processed_logprobs(
-            logits,
-            sampling,
-            row.prompt_ids,
-            row.token_ids,
-            end_ids=row.end_ids,
-            grammar_mask=None if row.grammar is None else row.grammar.mask(),
+            logits, sampling, row.prompt_ids, row.token_ids, end_ids=row.end_ids, grammar_mask=mask
         )
+        if logprobs.isnan().any():
+            bans, prompt = Bans(sampling, len(logits), row.end_ids, self._decode), row.request.key.prompt_id
+            if (error := bans.empty_place(row.token_ids, mask, prompt)) is not None:
+                raise error
         token = int(torch.multinomial(logprobs.exp(), 1, generator=row.generator))
         row.token_ids.append(token)
         row.logprobs.append(float(logprobs[token]))

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, Trainer
 
-from lockstep.config.run import OnlineConfig, usual_token_budgets
+from lockstep.config.run import OnlineConfig
+from lockstep.devices import usual_token_budgets
 from lockstep.engines.vllm.arguments import cpu_cache_bytes, held_rank, usual_sequences
 from lockstep.engines.vllm.start import vllm_installed
 from lockstep.errors import InputError

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lockstep.config.run import usual_token_budgets
-from lockstep.devices import sent
+from lockstep.devices import sent, usual_token_budgets
 from lockstep.images.packs import NO_PACK_PICTURES, PackPictures, PictureNumbers
 from lockstep.learn.sequence import TrainingSequence, column, rollouts_of
 from lockstep.tokens.arrays import KeptIds, joined_kept_ids

@@ -16,17 +16,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_model, save_model
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.config.run import OnlineConfig
-from lockstep.config.sampling import check_end_of_thinking
+from lockstep.config.sampling import check_end_of_thinking, check_leaves_tokens
 from lockstep.errors import InputError
 from lockstep.learn.attention.flex import ASKED, adopt_flex_attention
 from lockstep.learn.attention.tree import adopt_tree_attention, is_flash
+from lockstep.model_files import load_files
 from lockstep.models.adapters import REFERENCE, causal_model, is_adapted, with_adapter, without_adapter
 from lockstep.models.arithmetic import check_kernels
 from lockstep.models.policy import (
     check_finite,
+    check_held,
     load_policy,
     modules_with_dropout,
     switch_off_dropout,
@@ -34,7 +36,14 @@ from lockstep.models.policy import (
 )
 from lockstep.models.quantised import check_quantization, prevent_packing
 from lockstep.models.resolve import at_revision, resolve_model
-from lockstep.tokens.chat import fit_vocabulary, guard_tokenizer, load_tokenizer
+from lockstep.tokens.chat import (
+    directory_end_ids,
+    embedding_rows,
+    end_ids,
+    fit_vocabulary,
+    guard_tokenizer,
+    load_tokenizer,
+)
 from lockstep.weights.push import weights_of
 
 _logger = logging.getLogger(__name__)
@@ -77,6 +86,11 @@ def open_policy(
     guarded = guard_tokenizer(tokenizer) if tokenizer is not None else load_tokenizer(path)
     check_end_of_thinking(args, guarded)
     if isinstance(model, str):
+        _check_leaves_tokens(path, guarded, args)
+    else:
+        own = causal_model(model)
+        check_leaves_tokens(args, guarded, embedding_rows(own), end_ids(own, guarded))
+    if isinstance(model, str):
         policy = load_policy(path, _init_kwargs(args, quantization_config, peft_config))
     elif quantization_config is not None:
         raise InputError(
@@ -84,12 +98,18 @@ def open_policy(
         )
     else:
         policy = model
+    check_held(f"model {path}", causal_model(policy))
     check_finite(f"model {path}", policy.named_parameters())
     prevent_packing(policy)
     fit_vocabulary(policy, guarded)
     policy = with_adapter(policy, peft_config, seed=args.seed)
     if args.freeze_vision_tower:
         _freeze_vision_tower(policy)
+    if not any(parameter.requires_grad for parameter in policy.parameters()):
+        raise InputError(
+            f"model {path}: all its parameters are frozen (requires_grad=False), so there is nothing to train: call "
+            "model.requires_grad_(True), or give a peft_config"
+        )
     if args.use_liger_kernel:
         check_kernels(causal_model(policy), args.liger_kernel_config or {})  # type: ignore[arg-type]
     if not args.disable_dropout and (found := modules_with_dropout(policy)):
@@ -102,6 +122,17 @@ def open_policy(
     # This call refuses an adapter that cannot be sent to any engine, before an engine is started.
     weights_of(policy)
     return OpenedPolicy(policy, guarded, path)
+
+
+def _check_leaves_tokens(path: str, tokenizer: PreTrainedTokenizerBase, args: OnlineConfig) -> None:
+    """Check what may be sampled before a model is loaded, from its config."""
+    try:
+        vocabulary = load_files(AutoConfig, path).get_text_config().vocab_size
+    except (OSError, ValueError):
+        # Who loads the model says what is wrong with it.
+        return
+    ends = [i for i in directory_end_ids(path, tokenizer) if i < vocabulary]
+    check_leaves_tokens(args, tokenizer, vocabulary, ends)
 
 
 def _freeze_vision_tower(policy: PreTrainedModel) -> None:

@@ -11,8 +11,12 @@ order, files and dtype it is stored, as long as float32 holds its values.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+import logging
+import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,12 +29,14 @@ import xxhash
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lockstep.devices import read_in_threads
-from lockstep.errors import InputError
+from lockstep.errors import InputError, told
 from lockstep.files import replace_text
 from lockstep.model_files import load_adapter
 from lockstep.models.parameters import checkpoint_tensors
 from lockstep.models.policy import BAD_FILES, check_finite, first_line, listed, load_policy
 from lockstep.models.quantised import dequantised, is_quantised
+
+_logger = logging.getLogger(__name__)
 
 # TRL's name for a frozen copy of the adapter that training started from.
 REFERENCE = "ref"
@@ -105,12 +111,40 @@ def add_adapter(model: PreTrainedModel, peft_config: Any, *, seed: int = 0) -> A
             "the model has an adapter already, and peft_config asks for another: leave peft_config out to "
             "train the existing one, or merge it, save the model and give its directory"
         )
+    _check_names(model, peft_config)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
             return peft.get_peft_model(model, peft_config)
         except ValueError as error:
             raise InputError(f"peft_config does not fit the model: {error}") from error
+
+
+def _check_names(model: PreTrainedModel, peft_config: Any) -> None:
+    """Say which names of an adapter's layers the model has not: PEFT leaves them out without a word.
+
+    Raises:
+        InputError: the model has none of the names of a field.
+    """
+    for field in ("target_modules", "target_parameters", "modules_to_save", "exclude_modules"):
+        given = getattr(peft_config, field, None) or ()
+        if isinstance(given, str):
+            # A pattern. PEFT refuses one of `target_modules` that no layer has.
+            continue
+        found = model.named_parameters() if field == "target_parameters" else model.named_modules()
+        names = [name for name, _ in found]
+        lacking = sorted(n for n in given if not any(f".{name}".endswith(f".{n}") for name in names))
+        if not lacking:
+            continue
+        ends = {name.rpartition(".")[2] for name in names}
+        near = list(dict.fromkeys(n for lack in lacking for n in difflib.get_close_matches(lack, ends, 1)))
+        hint = f"; did you mean {listed(near)}?" if near else ""
+        line = f"{field}: the model has no layer {listed(lacking)}{hint}"
+        if len(lacking) == len(given):
+            raise InputError(f"peft_config does not fit the model: {line}")
+        if os.environ.get("RANK", "0") == "0":
+            others = listed(sorted(set(given) - set(lacking)))
+            _logger.warning(f"{line}{' Only' if near else '; only'} {others} is used")
 
 
 @contextmanager
@@ -270,6 +304,7 @@ def load_adapted(base: str, adapter: Path) -> tuple[Any, bool]:
     for either in _FILES:
         if not any((adapter / name).is_file() for name in either):
             raise InputError(f"adapter {adapter} has no {either[0]}; copy or save the adapter again")
+    _check_kind(adapter)
     about = read_base(adapter)
     model = _load_base(base, about)
     if about is not None and (found := base_digest(model)) != about.digest:
@@ -294,7 +329,25 @@ def load_adapted(base: str, adapter: Path) -> tuple[Any, bool]:
         if names:
             raise InputError(_unfit(adapter, f"{what} {listed(names)}"))
     check_finite(f"adapter {adapter}", trained.items())
+    for name, module in adapted.named_modules():
+        for scale in getattr(module, "scaling", {}).values() if hasattr(module, "lora_A") else ():
+            if not (math.isfinite(scale) and scale):
+                raise InputError(
+                    f"adapter {adapter}: its adapter_config.json scales {name} by {scale} (lora_alpha); correct it, or "
+                    "copy the adapter again"
+                )
     return adapted, about is not None
+
+
+def _check_kind(adapter: Path) -> None:
+    """Refuse an adapter that is not LoRA by what its config says, before PEFT looks for its layers."""
+    path = adapter / "adapter_config.json"
+    try:
+        kind = json.loads(path.read_text(encoding="utf-8"))["peft_type"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read ({told(error)}); copy the adapter again") from error
+    if kind != "LORA":
+        raise InputError(f"{path} has the peft_type {kind!r:.80}; only the weights of LORA can be merged")
 
 
 def _unfit(adapter: Path, what: str) -> str:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -29,6 +30,7 @@ from transformers import (
 
 from lockstep.errors import InputError
 from lockstep.model_files import load_files
+from lockstep.models.quantised import is_quantised
 from lockstep.safe_text import without_secrets
 
 # Largest number of names that an error lists. The error gives the number of the others.
@@ -81,6 +83,59 @@ def check_finite(name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> N
         )
 
 
+def check_held(name: str, model: torch.nn.Module) -> None:
+    """Refuse weights with which nothing can be computed or trained, by their cause. `name` is for the message.
+
+    Raises:
+        InputError: weights have no values, lie on several devices, are quantised or trained in float16, or were made in
+            `torch.inference_mode`; or the config and the weights do not agree whether the head is tied.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    if without := [label for label, tensor in named if tensor.is_meta]:
+        raise InputError(
+            f"{name}: {listed(without)} have no values (device meta): load the weights, without device_map or with "
+            "one device"
+        )
+    if len(places := sorted({str(p.device) for _, p in model.named_parameters()})) > 1:
+        raise InputError(
+            f"{name} lies on {', '.join(places)}: leave device_map out; the trainer moves the model"
+        )
+    for label, parameter in model.named_parameters():
+        kind, is_wide = parameter.dtype, parameter.is_floating_point() and parameter.itemsize > 1
+        if not is_wide and not is_quantised(parameter):
+            raise InputError(f"{name}: {label} is {kind}, a quantised weight; training needs full precision")
+        if kind is torch.float16 and parameter.requires_grad:
+            raise InputError(
+                f"{name}: {label} is trained in {kind}, which needs a loss scaler; load it in float32 (bf16=True "
+                "computes in bfloat16)"
+            )
+        if parameter.is_inference():
+            raise InputError(
+                f"{name}: {label} was made in torch.inference_mode; load the model outside of it"
+            )
+    _check_tie(name, model)
+
+
+def _check_tie(name: str, model: torch.nn.Module) -> None:
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
+    configs: list[Any] = [model.config, model.config.get_text_config()]  # type: ignore[union-attr, operator]
+    said = {bool(getattr(config, "tie_word_embeddings", False)) for config in configs}
+    # Adapters and quantisers put other layers there.
+    if len(said) > 1 or not all(type(end) in (torch.nn.Embedding, torch.nn.Linear) for end in ends):
+        return
+    is_tied = ends[0].weight is ends[1].weight
+    if is_tied and said == {False}:
+        raise InputError(
+            f"{name}: head and embedding are one parameter, and its config says tie_word_embeddings=False; set the "
+            "config's field and save the model, or give the head a weight of its own"
+        )
+    if not is_tied and said == {True} and getattr(model, "_tied_weights_keys", None):
+        raise InputError(
+            f"{name}: head and embedding are two parameters, and its config says tie_word_embeddings=True; call "
+            "model.tie_weights(), or set the config's field and save the model"
+        )
+
+
 def listed(names: Collection[str]) -> str:
     """The first few names, and the number of the others."""
     shown = ", ".join(list(names)[:_NAMES_SHOWN])
@@ -118,8 +173,8 @@ def model_class(config: PreTrainedConfig) -> Any:
 
 # The errors that libraries raise for a damaged or foreign file. Which one it is depends on the wrong bytes.
 BAD_FILES = (
-    OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError, pickle.UnpicklingError,
-    EOFError,
+    OSError, ValueError, ImportError, RuntimeError, AssertionError, SafetensorError, StrictDataclassError,
+    pickle.UnpicklingError, EOFError,
     KeyError, IndexError, TypeError, AttributeError, ArithmeticError,
 )  # fmt: skip
 
@@ -142,6 +197,7 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
         config = load_files(AutoConfig, path)
         if getattr(config, "quantization_config", None) is not None:
             raise InputError(f"model {path} is quantised; training needs its full-precision weights")
+        _refuse_codes(path)
         model, report = load_files(model_class(config), path, **kwargs)
     except BAD_FILES as error:
         if isinstance(error, InputError):
@@ -153,6 +209,55 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
     refuse_adapter(f"model {path}", model)
     refuse_incomplete(f"model {path}", report)
     return model
+
+
+def _refuse_codes(path: str) -> None:
+    """Refuse weights that are stored as 8-bit integers: they are codes, whose scales the config would name."""
+    for file in Path(path).glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                names = list(tensors.keys())
+                dtypes = {name: tensors.get_slice(name).get_dtype() for name in names}
+        except (OSError, SafetensorError):
+            # The library that loads the file says what is wrong with it.
+            continue
+        for name, dtype in dtypes.items():
+            if dtype in ("I8", "U8"):
+                raise InputError(
+                    f"model {path}: {name} is stored as {dtype}, a quantised weight; training needs full precision"
+                )
+
+
+def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
+    """Load saved weights into a model if their files name or split tensors differently than the model does.
+
+    transformers writes the weights of some families (experts, vision-language models) under the names of their
+    published checkpoints. `transformers.Trainer` leaves out, silently, what has another name than in the model.
+
+    Returns:
+        Whether the weights were loaded. False: the names are the model's own, or there is no safetensors file.
+
+    Raises:
+        InputError: the files lack a tensor of the model, or hold one that does not belong to it.
+        OSError, ValueError, ...: the files cannot be read.
+    """
+    files = sorted(folder.glob("model*.safetensors"))
+    if not isinstance(model, PreTrainedModel) or not files:
+        return False
+    own = model.state_dict().keys()
+    if all(name in own for file in files for name in _names_in(file)):
+        return False
+    dtype = max((p.dtype for p in model.parameters()), key=lambda dtype: dtype.itemsize)
+    kwargs = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    saved, report = load_files(type(model), str(folder), **kwargs)
+    refuse_incomplete(f"checkpoint {folder}", report)
+    model.load_state_dict(saved.state_dict())
+    return True
+
+
+def _names_in(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
 
 
 def check_init_kwargs(model_init_kwargs: Mapping[str, Any]) -> None:

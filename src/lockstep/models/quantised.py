@@ -21,7 +21,7 @@ def check_quantization(config: Any, peft_config: Any) -> None:
         return
     if isinstance(config, Mapping):
         raise InputError(
-            f"quantization_config={dict(config)} is a mapping, which is not supported: on the command line "
+            f"quantization_config={dict(config)!r:.80} is a mapping, which is not supported: on the command line "
             "set use_peft and load_in_4bit instead (only 4 bits are supported); in Python give the trainer "
             "quantization_config=BitsAndBytesConfig(load_in_4bit=True) and a peft_config"
         )

@@ -6,8 +6,10 @@ The name is a config's `model_name_or_path`. Policy, tokenizer and engines get e
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 
 from lockstep.errors import InputError
+from lockstep.files import what_is_at
 from lockstep.models.packaged import PACKAGED_MODEL, packaged_model_dir
 from lockstep.private_caches import expanded
 
@@ -31,20 +33,21 @@ def resolve_model(name: str) -> str:
     if name.lower() == PACKAGED_MODEL:
         return str(packaged_model_dir())
     path = expanded(name)
-    if path.is_dir():
+    there = what_is_at(path)
+    if there == "is a directory":
         if (path / "adapter_config.json").is_file():
             # transformers would load the adapter too, and vLLM would not.
             raise InputError(
                 f"{path} holds an adapter (adapter_config.json), not a whole model: make one with 'lockstep "
-                f"merge {path} FOLDER', and give FOLDER"
+                f"merge {quote(str(path))} FOLDER', and give FOLDER"
             )
         if not (path / "config.json").is_file():
             raise InputError(
                 f"model directory {path} has no config.json; give the directory of a saved model"
             )
         return str(path.resolve())
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise InputError(f"model directory {path} does not exist")
+    if there != "does not exist" or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise InputError(f"model directory {str(path)[:200]} {there}; give the directory of a saved model")
     return name
 
 

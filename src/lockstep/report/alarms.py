@@ -20,33 +20,23 @@ LINE = "alarm"
 _MOST = 20
 
 ALARMS: Mapping[str, str] = {
-    "tool_fails": "{subject} failed at all {calls} calls of a step in the same way, and the model reads this "
-    "error in place of "
-    "results: {error}",
-    "tools_in_turn": "plain tools and environments took {seconds:.0f} of the {whole:.0f} s of sampling, one "
-    "call after the other; "
-    "calls that wait for something run at the same time with tool_threads: true, or own_thread = True on the "
-    "tool or environment",
+    "tool_fails": "{subject} failed at all {calls} calls of a step in the same way, and the model reads this error in "
+    "place of results: {error}",
+    "tools_in_turn": "plain tools and environments took {seconds:.0f} of the {whole:.0f} s of sampling, one call after "
+    "the other; calls that wait for something run at the same time with tool_threads: true, or own_thread = True on "
+    "the tool or environment",
     "rollout_failed": "{subject}; nothing is learned from its rollout",
-    "reward_none": "reward function {subject} returned None for all {count} completions of a step; if it "
-    "should have scored them, "
-    "look at what it gets",
-    "unscored": "none of {subject} scored any of the {count} completions of this generation: no reward is "
-    "learned from it (the run "
-    "ends after {limit} such generations in a row)",
+    "reward_none": "reward function {subject} returned None for all {count} completions of a step; if it should have "
+    "scored them, look at what it gets",
+    "unscored": "none of {subject} scored any of the {count} completions of this generation: no reward is learned from "
+    "it (the run ends after {limit} such generations in a row)",
     "rounded_away": "{subject}",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """One alarm.
-
-    Attributes:
-        key: its row in `ALARMS`.
-        subject: what it is about, for example the name of a tool.
-        text: what the user reads.
-    """
+    """One alarm: its row in `ALARMS`, what it is about (such as the name of a tool), and what the user reads."""
 
     key: str
     subject: str
@@ -54,11 +44,7 @@ class Alarm:
 
 
 class Alarms:
-    """The alarms of one run.
-
-    Args:
-        owner: whether this process says them. One process of a run does.
-    """
+    """The alarms of one run. One process of it, the owner, says them."""
 
     def __init__(self, *, owner: bool = True) -> None:
         self._owner = owner
@@ -67,11 +53,7 @@ class Alarms:
         self._unwritten: list[Alarm] = []
 
     def tell(self, key: str, subject: str, **found: Any) -> None:
-        """Raise an alarm, unless it has been raised about this subject.
-
-        Args:
-            found: the other fields of its text.
-        """
+        """Raise an alarm, unless it has been raised about this subject. `found` are the other fields of its text."""
         known = sum(kind == key for kind, _ in self._raised)
         if not self._owner or (key, subject) in self._raised or known >= _MOST:
             return
@@ -81,15 +63,9 @@ class Alarms:
         self._flush()
 
     def go_on(self, lines: Sequence[Mapping[str, Any]], write: Callable[[Alarm], None]) -> None:
-        """Continue the alarms of a receipt, and write others into it, those included that were raised before it was
-        opened.
-
-        Args:
-            lines: the receipt's lines so far.
-        """
-        alarms = [
-            Alarm(line["key"], line["subject"], line["text"]) for line in lines if line.get("kind") == LINE
-        ]
+        """Continue the alarms in the lines of a receipt, and write others into it, also those raised until now."""
+        known = [line for line in lines if line.get("kind") == LINE]
+        alarms = [Alarm(line["key"], line["subject"], line["text"]) for line in known]
         written = {(alarm.key, alarm.subject): alarm for alarm in alarms}
         self._unwritten = [alarm for about, alarm in self._raised.items() if about not in written]
         self._raised = written | self._raised

@@ -35,10 +35,8 @@ PER_TOKEN = {
     "advantages": np.dtype(np.float32),
 }
 JSON_COLUMNS: Mapping[str, Kind] = {
-    "prompt": a_prompt,
-    "messages": or_none(messages),
-    "extra": or_none(mapping()),
-}
+    "prompt": a_prompt, "messages": or_none(messages), "extra": or_none(mapping()),
+}  # fmt: skip
 # The types of the others.
 _TYPES = {
     **dict.fromkeys(("step", "sample", "branch"), pa.types.is_integer),
@@ -57,9 +55,7 @@ SCORE = "rewards/"
 
 @dataclass(frozen=True, slots=True)
 class KeptRollout:
-    """One branch of a rollout.
-
-    Most rollouts have one branch; the branches of one rollout have the same prompt id and sample.
+    """One branch of a rollout. The branches of one rollout have the same prompt id and sample; most have one branch.
 
     The C ids of the completion are sampled ones, and inserted ones between them (results of tools, turns of the user).
 
@@ -178,47 +174,33 @@ def read_rollouts(run: Path, steps: Iterable[int] | None = None) -> Iterator[Kep
 
 
 def check_steps(run: Path, files: Sequence[RolloutFile], steps: Iterable[int]) -> list[RolloutFile]:
-    """The files of these steps.
-
-    Raises:
-        InputError: a step has no file.
-    """
+    """The files of these steps. Refuses a step without a file."""
     by_step, wanted = dict(files), list(steps)
     if missing := [step for step in wanted if step not in by_step]:
-        raise InputError(
-            f"{run / FOLDER} has no rollouts of step {missing[0]}; it has those of {_steps(by_step)}"
-        )
+        known = f"it has those of {_steps(by_step)}"
+        raise InputError(f"{run / FOLDER} has no rollouts of step {missing[0]}; {known}")
     return [RolloutFile(step, by_step[step]) for step in wanted]
 
 
-def read_file(path: Path) -> Iterator[KeptRollout]:
-    """The rollouts of one file.
+_UNREADABLE = (pa.ArrowException, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 
-    Raises:
-        InputError: a file is damaged or is not of this format, or a step was asked for that is not there.
-    """
+
+def read_file(path: Path) -> Iterator[KeptRollout]:
+    """The rollouts of one file. Refuses a file that is damaged, or is not of this format."""
     with _readable(path) as file:
         try:
             table = file.read()
             _check_columns(table)
-            arrays = {
-                name: _per_token(table[name].combine_chunks(), kind) for name, kind in PER_TOKEN.items()
-            }
+            arrays = {n: _per_token(table[n].combine_chunks(), kind) for n, kind in PER_TOKEN.items()}
             plain = {name: table[name].to_pylist() for name in table.column_names if name not in PER_TOKEN}
             for name, kind in JSON_COLUMNS.items():
                 plain[name] = [None if text is None else json.loads(text) for text in plain[name]]
                 if wrong := [value for value in plain[name] if kind(value) is not None]:
                     raise TypeError(f"{name} is {str(wrong[0])[:40]}")
-        except (
-            pa.ArrowException,
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except _UNREADABLE as error:
+            why = one_line(error)[:200]
             raise InputError(
-                f"{path} is not a file of rollouts that this version can read ({one_line(error)[:200]})"
+                f"{path} is not a file of rollouts that this version can read ({why})"
             ) from error
     scores = {name.removeprefix(SCORE): plain.pop(name) for name in list(plain) if name.startswith(SCORE)}
     plain["extra"] = [logged or {} for logged in plain["extra"]]
@@ -228,7 +210,7 @@ def read_file(path: Path) -> Iterator[KeptRollout]:
 
 
 def _check_columns(table: pa.Table) -> None:
-    """Check the columns' types, that no value is missing where one must be, and that arrays per id are of one length.
+    """Check types, that no value is missing where one must be, and that arrays per id are of one length.
 
     Raises:
         TypeError, KeyError: they are not those that Lockstep writes.
@@ -261,11 +243,12 @@ def _per_token(column: Any, kind: np.dtype[Any]) -> list[npt.NDArray[Any] | None
 
 def _readable(path: Path) -> pq.ParquetFile:
     try:
+        if not path.is_file():
+            raise OSError("it is no file")
         return pq.ParquetFile(path)
     except (OSError, pa.ArrowException) as error:
-        raise InputError(
-            f"{path} cannot be read ({one_line(error)[:200]}); without it the others can be read"
-        ) from error
+        why = one_line(error)[:200]
+        raise InputError(f"{path} cannot be read ({why}); without it the others can be read") from error
 
 
 def _steps(files: Iterable[int]) -> str:

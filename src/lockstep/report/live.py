@@ -1,20 +1,8 @@
 """A run in view of the user: a live panel on a terminal, plain lines elsewhere, and tables of completions.
 
-Comes from: the trainer's callbacks, the clock of its phases and the figures of its steps; all of them are only read.
 The panel is drawn again four times per second, so that the user sees the progress of the current phase. Where there
 is no terminal, a line appears for each log, for each long piece of work, and after some seconds without one
-(`progress.py`).
-
-Prints one short line per log, for a trainer in a script or a notebook: what the command line prints where it has no
-terminal.
-
-Comes from: the trainer's logs. `run/trainers/online.py` adds it, unless the user asks for transformers' progress bar
-(`disable_tqdm=False`). A terminal shows the live view instead.
-
-Prints the last generation as a table: prompts, completions, scores, advantages, and values that reward functions
-logged.
-
-The trainer makes plain rows from a generation. The table goes to the same output as the run's other lines.
+(`progress.py`). A trainer in a script or a notebook prints the same lines for its logs.
 """
 
 from __future__ import annotations
@@ -35,9 +23,8 @@ from transformers import TrainerCallback
 
 from lockstep.progress import Heartbeat, StatusLine, clock, open_waits
 from lockstep.report.page.drawing import number
-from lockstep.report.sparkline import sparkline
 from lockstep.safe_text import visible
-from lockstep.terminal import Terminal
+from lockstep.terminal import Terminal, sparkline
 
 _WIDEST = 100
 # A gap above this share of its limit is shown in yellow.
@@ -82,14 +69,8 @@ class LiveView(TrainerCallback):
         console: Terminal | None = None,
         alarms: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        self._about, self._phase, self._latest, self._sample, self._judged = (
-            about,
-            phase,
-            latest,
-            sample,
-            judged,
-        )
-        self._alarms = alarms
+        self._about, self._phase, self._latest = about, phase, latest
+        self._sample, self._judged, self._alarms = sample, judged, alarms
         self._console = console or Terminal()
         self._live: Live | None = None
         self._spinner = Spinner("dots", style="cyan")
@@ -104,8 +85,7 @@ class LiveView(TrainerCallback):
         self._began = self._stepped = time.monotonic()
         self._first_step = self._step = self._steps = self._logged_step = 0
 
-    # ---- input from the run
-    # ---------------------------------------------------------------------------------------------
+    # ---- input from the run ------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = self._stepped = time.monotonic()
@@ -173,8 +153,7 @@ class LiveView(TrainerCallback):
             self._live.stop()
             self._live = None
 
-    # ---- output to the user
-    # ---------------------------------------------------------------------------------------------
+    # ---- output to the user ------------------------------------------------------------------------------------
 
     def panel(self) -> Panel:
         """The panel at this moment. Its lines are never wrapped."""
@@ -184,18 +163,10 @@ class LiveView(TrainerCallback):
         for label, shown in self._rows():
             rows.add_row(label, shown)
         self._spinner.update(text=_line(self._under_way()))
-        return Panel(
-            Group(
-                _line(f"{self._about.model} → {self._about.folder}"),
-                self._bar(),
-                self._spinner,
-                Text(""),
-                rows,
-            ),
-            title=_line(self._about.title),
-            border_style="cyan",
-            width=min(_WIDEST, self._console.width),
-        )
+        head = _line(f"{self._about.model} → {self._about.folder}")
+        whole = Group(head, self._bar(), self._spinner, Text(""), rows)
+        width = min(_WIDEST, self._console.width)
+        return Panel(whole, title=_line(self._about.title), border_style="cyan", width=width)
 
     def _bar(self) -> Table:
         bar = Table.grid(padding=(0, 2), expand=True)
@@ -204,11 +175,8 @@ class LiveView(TrainerCallback):
         bar.add_column(no_wrap=True)
         elapsed = clock(time.monotonic() - self._began)
         left = f"{clock(self._left())} left" if self._step > self._first_step else "first step"
-        bar.add_row(
-            f"step {self._step}/{self._steps}",
-            ProgressBar(total=max(self._steps, 1), completed=self._step),
-            f"{elapsed} elapsed, {left}",
-        )
+        done = ProgressBar(total=max(self._steps, 1), completed=self._step)
+        bar.add_row(f"step {self._step}/{self._steps}", done, f"{elapsed} elapsed, {left}")
         return bar
 
     def _print(self, line: str) -> None:
@@ -242,11 +210,8 @@ class LiveView(TrainerCallback):
             rows.append(("loss", _line(f"{self._logged['loss']:.4g} at the log of step {self._logged_step}")))
         add("entropy", "entropy", lambda: f"{figures['entropy']:.3f}")
         add("length", "completions/mean_length", lambda: _lengths(figures))
-        add(
-            "no spread",
-            "frac_reward_zero_std",
-            lambda: f"{figures['frac_reward_zero_std']:.0%} of the groups",
-        )
+        equal = "frac_reward_zero_std"
+        add("no spread", equal, lambda: f"{figures[equal]:.0%} of the groups")
         add("gap", "parity/mean_abs_gap", lambda: self._gap(figures))
         if judged := self._judged():
             rows.append(("judged", _line(*limits_kept(judged))))
@@ -266,10 +231,8 @@ class LiveView(TrainerCallback):
         return rows
 
     def _gap(self, figures: Mapping[str, float]) -> str:
-        return (
-            f"{figures['parity/mean_abs_gap']:.1e} mean, {figures['parity/max_abs_gap']:.1e} max  "
-            f"{sparkline(self._trends['parity/max_abs_gap'], 16)}"
-        )
+        mean, largest = figures["parity/mean_abs_gap"], figures["parity/max_abs_gap"]
+        return f"{mean:.1e} mean, {largest:.1e} max  {sparkline(self._trends['parity/max_abs_gap'], 16)}"
 
     def _left(self) -> float:
         """Estimated seconds until the last step ends, from the mean seconds per step so far."""
@@ -285,15 +248,10 @@ def _line(text: str, style: str = "") -> Text:
 
 def limits_kept(judged: Mapping[str, float]) -> tuple[str, str]:
     """The figures of a gap that was judged beside their limits, in words, and the color of the row."""
-    names = (
-        ("mean", "mean_abs_gap", "mean_allowed"),
-        ("max", "max_abs_gap", "max_allowed"),
-        ("k3", "k3", "k3_allowed"),
-    )
-    words = ", ".join(
-        f"{word} {number(judged[name], 2)} of {number(judged[of], 2)}" for word, name, of in names
-    )
-    share = max(judged[name] / judged[of] for _, name, of in names)
+    names = {"mean": "mean_abs_gap", "max": "max_abs_gap", "k3": "k3"}
+    found = [(word, judged[name], judged[f"{word}_allowed"]) for word, name in names.items()]
+    words = ", ".join(f"{word} {number(figure, 2)} of {number(limit, 2)}" for word, figure, limit in found)
+    share = max(figure / limit for _, figure, limit in found)
     return f"{words}; {judged['tokens']:.0f} tokens", "yellow" if share > _CLOSE else "green"
 
 
@@ -322,19 +280,15 @@ def checked(logs: Mapping[str, float]) -> str:
     stale = logs["sampling/tokens"] - logs["parity/checked_tokens"] - aside
     others = [f"{stale:.0f} are older than the policy"] if stale else []
     others += [f"{aside:.0f} have no gradient and were not drawn"] if aside else []
-    return (
-        f"{logs['parity/checked_tokens']:.0f} "
-        f"tokens{'; ' + '; '.join(others) if others else ', all that were sampled'}"
-    )
+    more = "; " + "; ".join(others) if others else ", all that were sampled"
+    return f"{logs['parity/checked_tokens']:.0f} tokens{more}"
 
 
 def time_shares(logs: Mapping[str, float]) -> str:
     """Seconds of each phase of a step, the longest first."""
-    phases = {
-        k.removeprefix("time/"): v for k, v in logs.items() if k.startswith("time/") and k != "time/step"
-    }
-    longest = sorted(phases.items(), key=lambda item: -item[1])
-    return " ".join(f"{name} {seconds:.1f}s" for name, seconds in longest if seconds >= 0.05)
+    phases = [(k, v) for k, v in logs.items() if k.startswith("time/") and k != "time/step" and v >= 0.05]
+    longest = sorted(phases, key=lambda item: -item[1])
+    return " ".join(f"{name.removeprefix('time/')} {seconds:.1f}s" for name, seconds in longest)
 
 
 class LogLines(TrainerCallback):
@@ -390,12 +344,7 @@ class Row:
 
 
 def chosen_rows(rows: Sequence[Row], count: int | None, *, unique_prompts: bool) -> list[Row]:
-    """The rows to show.
-
-    Args:
-        count: largest number of rows, taken at even distances so that they cover many prompts; None for all.
-        unique_prompts: whether to keep only the first row of every prompt.
-    """
+    """At most `count` rows, at even distances, so that they cover many prompts; perhaps only one of every prompt."""
     kept = list(rows)
     if unique_prompts:
         first: dict[str, Row] = {}
@@ -408,8 +357,7 @@ def chosen_rows(rows: Sequence[Row], count: int | None, *, unique_prompts: bool)
 
 
 def print_completions(rows: Sequence[Row], step: int, console: Terminal | None = None) -> None:
-    """Print rows as one table, with a column for every score and every extra value that any row has, and one for the
-    finish reasons of all turns if a row has several turns."""
+    """Print rows as one table, with a column for every score and every extra value, and for finish reasons of turns."""
     scores = list(dict.fromkeys(name for row in rows for name in row.scores))
     extras = list(dict.fromkeys(name for row in rows for name in row.extra))
     table = Table(expand=True, show_lines=True)

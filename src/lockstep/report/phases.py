@@ -1,7 +1,5 @@
 """Measures the seconds per phase of a step.
 
-One clock belongs to one run; the logs, the live view and the summary read it.
-
 The host gives a GPU its work ahead of time. On the host's clock the seconds of that work would belong to the phase in
 which the host next waits for it. So on a GPU a phase lasts from one mark to another in the GPU's own queue of work.
 """
@@ -27,10 +25,7 @@ _WORDS = {
 
 
 class Mark(Protocol):
-    """A moment in a GPU's queue of work, which it has perhaps not come to yet:
-
-    `torch.cuda.Event(enable_timing=True)`.
-    """
+    """A moment in a GPU's queue of work, such as a `torch.cuda.Event`, which the GPU has perhaps not come to yet."""
 
     def query(self) -> bool:
         """Whether the GPU has come to it."""
@@ -58,11 +53,7 @@ class PhaseClock:
         self._answered = self._asked = self._tokens = 0
 
     def counted(self, asked: int) -> Callable[[Any], None]:
-        """Returns a function that counts rollouts for `progress`. The driver calls it with each finished rollout.
-
-        Args:
-            asked: number of requested rollouts.
-        """
+        """A function of a finished rollout that counts it, out of the requested ones, for `progress`."""
         self._answered, self._asked, self._tokens = 0, asked, 0
 
         def answered(rollout: Any) -> None:
@@ -121,9 +112,7 @@ class PhaseClock:
             self._since += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """Seconds per phase since the last call, and all wall seconds under `step`.
-
-        Then the clock starts again from zero.
+        """Seconds per phase since the last call, and all wall seconds under `step`. Then it starts again from zero.
 
         It does not wait for a GPU: a phase whose end the GPU has not come to is told by a later call.
         """

@@ -26,11 +26,8 @@ def summarise(
         The summary; docs/reference/report.md explains every key.
     """
     steps = [line for line in metrics if "loss" in line]
-    time = {
-        name.removeprefix("time/"): sum(line[name] for line in steps)
-        for name in (steps[0] if steps else {})
-        if name.startswith("time/") and name != "time/step"
-    }
+    phases = [name for line in steps[:1] for name in line if name.startswith("time/") and name != "time/step"]
+    time = {name.removeprefix("time/"): sum(line[name] for line in steps) for name in phases}
     unproven = [line for line in receipt if line["kind"] == "unproven"]
     alarms = [line["text"] for line in receipt if line["kind"] == LINE]
     receipt = [line for line in receipt if line["kind"] == "step"]
@@ -91,13 +88,9 @@ def _parity(receipt: list[Line]) -> Line:
 
 
 def _closest(receipt: list[Line]) -> Line:
-    """The figure of the gap that came closest to its limit, as it was judged; nothing if the receipt does not have
-    it.
-    """
+    """The figure of the gap that came closest to its limit, as it was judged, if the receipt has it."""
     found = closest_of_run(receipt)
-    if found is None:
-        return {}
-    return {"closest_to_limit": {"share": found.share, "text": found.text}}
+    return {} if found is None else {"closest_to_limit": {"share": found.share, "text": found.text}}
 
 
 def summary_lines(summary: Line) -> list[str]:
@@ -109,39 +102,28 @@ def summary_lines(summary: Line) -> list[str]:
         first = "unknown"
         if "eval_reward_before" in summary:
             first = f"{summary['eval_reward_before']:.3f} ± {summary['eval_reward_before_ci95']:.3f}"
-        lines.append(
-            f"held-out reward  {first}  →  "
-            f"{summary['eval_reward_after']:.3f} ± {summary['eval_reward_after_ci95']:.3f}   "
-            f"({summary['eval_problems']} problems, {summary['eval_samples']} samples, 95 % intervals"
-            + (
-                f"; gap proven on {summary['eval_checked_share']:.0%} of the tokens"
-                if "eval_checked_share" in summary
-                else ""
-            )
-            + ")"
-        )
-        if summary.get("eval_seen_in_training"):
-            lines.append(
-                f"not held out     {summary['eval_seen_in_training']} of {summary['eval_problems']} "
-                f"evaluation prompts are "
-                "training prompts too"
-            )
+        last = f"{summary['eval_reward_after']:.3f} ± {summary['eval_reward_after_ci95']:.3f}"
+        problems = summary["eval_problems"]
+        count = f"{problems} problems, {summary['eval_samples']} samples, 95 % intervals"
+        if "eval_checked_share" in summary:
+            count += f"; gap proven on {summary['eval_checked_share']:.0%} of the tokens"
+        lines.append(f"held-out reward  {first}  →  {last}   ({count})")
+        if seen := summary.get("eval_seen_in_training"):
+            lines.append(f"not held out     {seen} of {problems} evaluation prompts are training prompts too")
     others = [f"{parity['stale_tokens']} more are of older weights"] if "stale_tokens" in parity else []
     others += [f"{parity['aside_tokens']} more have no gradient"] if "aside_tokens" in parity else []
     not_checked = f" ({'; '.join(others)})" if others else ""
     lines.append(
-        f"parity           {parity['checked_tokens']} tokens checked{not_checked}, "
-        f"{parity['failed']} failed; gap mean "
-        f"{parity['mean_abs_gap']:.1e}, max {parity['max_abs_gap']:.1e}, k3 {parity['k3']:.1e}; worst module "
-        f"{parity['worst_module_error']:.1e}"
+        f"parity           {parity['checked_tokens']} tokens checked{not_checked}, {parity['failed']} failed; "
+        f"gap mean {parity['mean_abs_gap']:.1e}, max {parity['max_abs_gap']:.1e}, k3 {parity['k3']:.1e}; "
+        f"worst module {parity['worst_module_error']:.1e}"
     )
     if "closest_to_limit" in parity:
         found = parity["closest_to_limit"]
         lines.append(f"gap and limits   closest: {found['text']}, {found['share']:.0%} of the limit")
     for proof, count in summary.get("unproven", {}).items():
-        lines.append(
-            f"not proven       {proof}: {count} checks that were due could not be made; the receipt says why"
-        )
+        why = "checks that were due could not be made; the receipt says why"
+        lines.append(f"not proven       {proof}: {count} {why}")
     shares = "  ".join(f"{name} {seconds:.0f}s" for name, seconds in summary["time"].items())
     lines.append(f"time             {summary['steps']} steps, {summary['wall_s']:.0f} s in all: {shares}")
     return lines

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.contract.inbox import CheckAnswer, Errands, Inbox, Progress, check_requests
 from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
 from lockstep.contract.sampling import Sampling
-from lockstep.errors import LockstepError, ProofError
+from lockstep.errors import LockstepError, ProofError, quoted
 from lockstep.rollouts.conversation import Ask, Conversation, Decode, OutOfRoom, Program, single_turn
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, seal_of
 from lockstep.rollouts.programs.tools import ToolCalls
@@ -347,7 +347,7 @@ async def _followed(program: Program, conversation: Conversation) -> None:
         raise
     except BaseException as error:
         raise LockstepError(
-            f"the program of rollout {conversation.key} raised {type(error).__name__}: {str(error)[:600]}"
+            f"the program of rollout {conversation.key} raised {type(error).__name__}: {quoted(error)}"
         ) from error
 
 

@@ -32,6 +32,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep import threads
 from lockstep.errors import InputError, quoted
 from lockstep.images.reading import with_opened_images
 from lockstep.models.resolve import resolve_model
@@ -39,16 +40,7 @@ from lockstep.models.reward_model import RewardModel, load_reward_model
 from lockstep.progress import waiting
 from lockstep.rollouts.call_fits import not_callable_by_name
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.threads import (
-    Interrupted,
-    TooSlow,
-    call_within,
-    is_coroutine_function,
-    process_as_before,
-    run_coroutine,
-    unwrapped,
-    uses_signal,
-)
+from lockstep.threads import Interrupted, TooSlow
 from lockstep.tokens.chat import load_tokenizer
 
 # Names that a log line already has. A reward function that used one would hide the trainer's value.
@@ -182,7 +174,7 @@ class RewardRaised(InputError):
 
 def reward_name(function: RewardFunction) -> str:
     """Name of a reward function in metrics."""
-    function = unwrapped(function)
+    function = threads.unwrapped(function)
     name = getattr(function, "__name__", None) or type(function).__name__
     return str(name)[:_LONGEST_NAME]
 
@@ -403,14 +395,14 @@ def call_functions(
         arguments["environments"] = [environment_of(rollout) for _, rollout in finished]
     # Without a finished rollout no function is called.
     asked = list(enumerate(functions)) if finished else []
-    plain = {i: _call(f, arguments, timeout) for i, f in asked if not is_coroutine_function(f)}
+    plain = {i: _call(f, arguments, timeout) for i, f in asked if not threads.is_coroutine_function(f)}
     pending = {i: f for i, f in asked if i not in plain}
     called = ", ".join(reward_name(function) for function in pending.values())
     answers = plain
     if pending:
         # Its thread is another one, and this thread waits for it.
-        with process_as_before(f"reward function {called}"):
-            answers |= run_coroutine(_call_all(pending, arguments, timeout), timeout, called)
+        with threads.process_as_before(f"reward function {called}"):
+            answers |= threads.run_coroutine(_call_all(pending, arguments, timeout), timeout, called)
     names = _unique([*(reward_name(function) for function in functions), *own])
     columns = {
         name: _checked(name, answers.get(i, []), len(finished))
@@ -492,7 +484,7 @@ def _said(prompt: Prompt, rollout: Rollout) -> Any:
 
 def _call(function: RewardFunction, arguments: dict[str, Any], timeout: float) -> Any:
     try:
-        return call_within(
+        return threads.call_within(
             timeout, f"reward function {reward_name(function)}", lambda: function(**_own_lists(arguments))
         )
     except (KeyboardInterrupt, TooSlow):
@@ -538,13 +530,15 @@ async def _awaited(function: RewardFunction, arguments: dict[str, Any]) -> Any:
 
 def _raised(function: RewardFunction, error: BaseException, arguments: Mapping[str, Any]) -> RewardRaised:
     advice = ""
-    if uses_signal(error):
+    if threads.uses_signal(error):
         advice = _how_to_use_a_signal(function)
     elif isinstance(error, TypeError):
         example = "def reward(completions, **kwargs)"
         advice = not_callable_by_name(function, arguments, "reward functions", example)
+    # The advice stands whole in a sentence of bounded length.
+    text = quoted(error, 100) if advice else quoted(error)
     return RewardRaised(
-        f"reward function {reward_name(function)} raised {type(error).__name__}: {quoted(error)}{advice}"
+        f"reward function {reward_name(function)} raised {type(error).__name__}: {text}{advice}"
     )
 
 
@@ -553,7 +547,7 @@ def _how_to_use_a_signal(function: RewardFunction) -> str:
         "or give what it calls no time limit of its own (math-verify: parsing_timeout=None and timeout_seconds=None): "
         "reward_timeout ends a call that takes too long"
     )
-    if is_coroutine_function(function):
+    if threads.is_coroutine_function(function):
         return (
             f"; only the main thread handles signals, and coroutine functions run in a loop beside it: make "
             f"it a plain function, "
@@ -571,9 +565,15 @@ def _how_to_use_a_signal(function: RewardFunction) -> str:
 
 
 def _checked(name: str, answer: Any, count: int) -> Scores:
-    if not isinstance(answer, Sequence) and not hasattr(answer, "tolist"):
+    is_text = isinstance(answer, str | bytes | bytearray)
+    if is_text or not (isinstance(answer, Sequence) or hasattr(answer, "tolist")):
         raise InputError(f"reward function {name} returned {type(answer).__name__}, not a list of numbers")
-    values = answer.tolist() if hasattr(answer, "tolist") else list(answer)
+    try:
+        values = answer.tolist() if hasattr(answer, "tolist") else list(answer)
+    except Exception as error:
+        # A tensor without values, for example.
+        said = f"{type(error).__name__}: {quoted(error)}"
+        raise InputError(f"reward function {name} returned an answer that cannot be read: {said}") from error
     if not isinstance(values, list) or len(values) != count:
         found = len(values) if isinstance(values, list) else 1
         raise InputError(f"reward function {name} returned {found} scores for {count} completions")
@@ -649,4 +649,4 @@ class OwnReward:
 
     def _of(self, environment: Any) -> Any:
         found = environment.get_reward()
-        return run_coroutine(found, _LIMIT, "get_reward") if inspect.iscoroutine(found) else found
+        return threads.run_coroutine(found, _LIMIT, "get_reward") if inspect.iscoroutine(found) else found

@@ -21,7 +21,7 @@ from datasets import Dataset
 from lockstep.config.run import OnlineConfig
 from lockstep.config.sampling import FilterFields, sampling_of
 from lockstep.contract.protocol import GenerationRequest, RequestKey, request_seed
-from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.errors import InputError, LockstepError, ProofError, quoted
 from lockstep.extensions import PROGRAMS, load
 from lockstep.images.content import NO_IMAGES, unprocessed
 from lockstep.images.pictures import PromptPictures
@@ -37,6 +37,7 @@ from lockstep.rollouts.programs.tools import ToolCalls, tools_of
 from lockstep.rollouts.programs.workers import Here, TookTooLong, Worker
 from lockstep.rollouts.ranks import Ranks
 from lockstep.run.metrics import tool_metrics
+from lockstep.threads import process_as_before
 from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.extension import BRANCHES, REFUSED, USER_TURN, Extension
 
@@ -373,7 +374,8 @@ class RolloutFunction:
         self.calls = 0
         given = [_given(prompt) for prompt in prompts for _ in range(num_generations)]
         try:
-            columns = self._function(given, self._trainer)
+            with process_as_before("rollout_func"):
+                columns = self._function(given, self._trainer)
         except (KeyboardInterrupt, LockstepError):
             raise
         except BaseException as error:
@@ -383,7 +385,7 @@ class RolloutFunction:
                     self._function, "rollout_func(prompts, trainer)", given, self._trainer
                 )
             raise InputError(
-                f"rollout_func raised {type(error).__name__}: {str(error)[:600]}{advice}"
+                f"rollout_func raised {type(error).__name__}: {quoted(error)}{advice}"
             ) from error
         return groups_of_columns(
             columns, prompts, num_generations, version, self._bounds, self._decode, self.reader

@@ -25,19 +25,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl
 
-from lockstep.engines.servers.calls import (
-    GREETING,
-    HEALTH,
-    LIMIT_HEADER,
-    NONCE_HEADER,
-    PROOF_HEADER,
-    SCHEME,
-    Session,
-    body_mark,
-    is_nonce,
-    make_nonce,
-    server_proof,
-)
+from lockstep.engines.servers import calls
+from lockstep.engines.servers.calls import Session
 from lockstep.server.keys import guards_key
 
 # Seconds between two questions to the engine, however many ask for the server's health.
@@ -141,26 +130,26 @@ class KeyGuard:
         self._key = guards_key()
         self._digest = _digest(self._key.encode())
         # A restarted server has another nonce, so that every trainer must greet it again.
-        self.nonce = make_nonce()
+        self.nonce = calls.make_nonce()
         self._calls: defaultdict[str, Calls] = defaultdict(Calls)
         self._watch = EngineHealth()
 
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif scope["type"] == "http" and scope.get("path") == HEALTH:
+        elif scope["type"] == "http" and scope.get("path") == calls.HEALTH:
             await self._say_health(scope, receive, send)
         elif self._has_key(scope):
             await self._pass_on(scope, receive, send)
         elif scope["type"] == "websocket":
             await receive()
             await send({"type": "websocket.close", "code": 1008})
-        elif scope.get("path") == GREETING:
+        elif scope.get("path") == calls.GREETING:
             await self._greet(scope, send)
         elif (proven := self._proven(scope)) is not None:
             mark, proof = proven
             body = await _body(receive, int(mark.partition("-")[0]))
-            if body is not None and body_mark(body) == mark:
+            if body is not None and calls.body_mark(body) == mark:
                 await self._pass_on(scope, _again(body, receive), _with_proof(send, proof))
             else:
                 await _answer(send, 401, {"error": "this is not the call that the trainer has signed"})
@@ -177,7 +166,7 @@ class KeyGuard:
 
     async def _pass_on(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         """Let a call with the key through."""
-        with self._watch.call(_only_header(scope, LIMIT_HEADER.encode())):
+        with self._watch.call(_only_header(scope, calls.LIMIT_HEADER.encode())):
             if (scope.get("method"), scope.get("path")) != ("POST", _RPC):
                 await self._app(scope, receive, send)
             elif (body := await _body(receive, LARGEST_RPC)) is None:
@@ -191,14 +180,16 @@ class KeyGuard:
                 await self._app(scope, _again(checked, receive), send)
 
     async def _greet(self, scope: _Message, send: _Send) -> None:
-        nonce = _only_header(scope, NONCE_HEADER.encode())
-        if not is_nonce(nonce):
+        nonce = _only_header(scope, calls.NONCE_HEADER.encode())
+        if not calls.is_nonce(nonce):
             await _answer(
-                send, 401, {"error": f"a greeting needs a nonce of 32 hexadecimal digits ({NONCE_HEADER})"}
+                send,
+                401,
+                {"error": f"a greeting needs a nonce of 32 hexadecimal digits ({calls.NONCE_HEADER})"},
             )
         else:
             await _answer(
-                send, 200, {"nonce": self.nonce, "proof": server_proof(self._key, nonce, self.nonce)}
+                send, 200, {"nonce": self.nonce, "proof": calls.server_proof(self._key, nonce, self.nonce)}
             )
 
     def _has_key(self, scope: _Message) -> bool:
@@ -210,7 +201,7 @@ class KeyGuard:
         """The mark of the body of a trainer's call, and the proof for its answer; None: no proof, or it came before."""
         scheme, _, words = _only_header(scope, b"authorization").partition(" ")
         nonce, call, mark, proof = (words.split(".") + [""] * 4)[:4]
-        if scheme != SCHEME or not is_nonce(nonce) or not _NUMBER.fullmatch(call):
+        if scheme != calls.SCHEME or not calls.is_nonce(nonce) or not _NUMBER.fullmatch(call):
             return None
         session = Session(self._key, nonce, self.nonce)
         query = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
@@ -283,7 +274,7 @@ def _again(body: bytes, receive: _Receive) -> _Receive:
 def _with_proof(send: _Send, proof: str) -> _Send:
     async def prove(message: _Message) -> None:
         if message["type"] == "http.response.start":
-            headers = [*message.get("headers", ()), (PROOF_HEADER.encode(), proof.encode())]
+            headers = [*message.get("headers", ()), (calls.PROOF_HEADER.encode(), proof.encode())]
             message = {**message, "headers": headers}
         await send(message)
 

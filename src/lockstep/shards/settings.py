@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.errors import InputError
+from lockstep.files import read_settings
 from lockstep.private_caches import expanded
 
 if TYPE_CHECKING:
@@ -105,9 +106,11 @@ def take_settings(fsdp: Any, config: Any, environment: MutableMapping[str, str])
 def _fields(fsdp: Any, config: Any) -> dict[str, Any]:
     if isinstance(config, str):
         try:
-            config = json.loads(expanded(config).read_text(encoding="utf-8"))
+            config = json.loads(read_settings(expanded(config)))
         except (OSError, ValueError) as error:
             raise InputError(f"fsdp_config {config} cannot be read: {error}") from error
+    if not isinstance(config, Mapping | None):
+        raise InputError(f"fsdp_config is {config!r:.80}; it must be a mapping")
     found = {str(name).removeprefix("fsdp_"): value for name, value in dict(config or {}).items()}
     words = fsdp if isinstance(fsdp, list) else str(getattr(fsdp, "value", fsdp)).split()
     odd = [word for word in map(str, words) if word not in ("True", "true", "full_shard", "auto_wrap", "1")]

@@ -23,6 +23,8 @@ from PIL import ImageDraw
 from lockstep.errors import InputError
 from lockstep.tasks.rewards import Reward, gym_package, texts
 
+Pairs = list[tuple[int, int]]
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -61,26 +63,26 @@ KINDS = {
 
 
 def arithmetic(kind: str, train_size: int, eval_size: int, seed: int) -> tuple[Dataset, Dataset]:
-    """Training and evaluation problems with columns `prompt` (messages) and `answer` (text).
-
-    Raises:
-        InputError: there is no such kind, or fewer problems than requested.
-    """
+    """Training and evaluation problems with columns `prompt` (messages) and `answer` (text)."""
     if kind not in KINDS:
         raise InputError(f"arithmetic has no problems of kind {kind!r}; it has {', '.join(KINDS)}")
     spec = KINDS[kind]
     # Numbers have two digits each, so that all prompts have the same length.
     numbers = range(10, spec.numbers + 1)
     pairs = [(a, b) for a in numbers for b in numbers if a != b and (a, b) not in spec.examples]
+    train, held_out = _parted(f"arithmetic/{kind}", pairs, train_size, eval_size, seed)
+    return _dataset(spec, train), _dataset(spec, held_out)
+
+
+def _parted(name: str, pairs: Pairs, train_size: int, eval_size: int, seed: int) -> tuple[Pairs, Pairs]:
+    """The pairs of the training and of the evaluation problems, drawn without repetition."""
     if train_size + eval_size > len(pairs):
-        asked_for = train_size + eval_size
-        raise InputError(f"arithmetic/{kind} has {len(pairs)} problems, {asked_for} were asked for")
+        raise InputError(f"{name} has {len(pairs)} problems, {train_size + eval_size} were asked for")
     random.Random(seed).shuffle(pairs)
-    held_out, rest = pairs[:eval_size], pairs[eval_size : eval_size + train_size]
-    return _dataset(spec, rest), _dataset(spec, held_out)
+    return pairs[eval_size : eval_size + train_size], pairs[:eval_size]
 
 
-def _dataset(spec: Kind, pairs: list[tuple[int, int]]) -> Dataset:
+def _dataset(spec: Kind, pairs: Pairs) -> Dataset:
     shown = [(spec.question(a, b), str(spec.answer(a, b))) for a, b in spec.examples]
     prompts = [chat(spec.system, shown, spec.question(a, b)) for a, b in pairs]
     return Dataset.from_dict({"prompt": prompts, "answer": [str(spec.answer(a, b)) for a, b in pairs]})
@@ -111,10 +113,7 @@ def reasoning_gym_problems(
 
     Returns:
         Two data sets with columns `prompt`, `answer` and `entry` (the problem as JSON), and the reward function. A
-            training problem that also occurs in the evaluation set is dropped.
-
-    Raises:
-        InputError: reasoning-gym has no such data set, or is not installed.
+        training problem that also occurs in the evaluation set is dropped.
     """
     gym = gym_package()
     try:
@@ -176,13 +175,12 @@ class SpokenTries(_Problem):
 
 
 def _gym_rows(entries: list[dict[str, Any]], shown: list[tuple[str, str]]) -> Dataset:
-    return Dataset.from_dict(
-        {
-            "prompt": [chat(SYSTEM, shown, entry["question"]) for entry in entries],
-            "answer": [str(entry["answer"]) for entry in entries],
-            "entry": [json.dumps(entry, default=str) for entry in entries],
-        }
-    )
+    rows = {
+        "prompt": [chat(SYSTEM, shown, entry["question"]) for entry in entries],
+        "answer": [str(entry["answer"]) for entry in entries],
+        "entry": [json.dumps(entry, default=str) for entry in entries],
+    }
+    return Dataset.from_dict(rows)
 
 
 _SYSTEM = "Use the tool multiply for every multiplication."
@@ -207,19 +205,13 @@ def right_call(completions: list[Any], a: list[int], b: list[int], **_: Any) -> 
 
 
 def calculator(train_size: int, eval_size: int, seed: int) -> tuple[Dataset, Dataset]:
-    """Training and evaluation problems with columns `prompt` (messages), `answer` (text), `a` and `b`.
-
-    Raises:
-        InputError: there are fewer problems than requested.
-    """
+    """Training and evaluation problems with columns `prompt` (messages), `answer` (text), `a` and `b`."""
     pairs = [(a, b) for a in _NUMBERS for b in _NUMBERS if (a, b) != _EXAMPLE]
-    if train_size + eval_size > len(pairs):
-        raise InputError(f"calculator has {len(pairs)} problems, {train_size + eval_size} were asked for")
-    random.Random(seed).shuffle(pairs)
-    return _product_rows(pairs[eval_size : eval_size + train_size]), _product_rows(pairs[:eval_size])
+    train, held_out = _parted("calculator", pairs, train_size, eval_size, seed)
+    return _product_rows(train), _product_rows(held_out)
 
 
-def _product_rows(pairs: list[tuple[int, int]]) -> Dataset:
+def _product_rows(pairs: Pairs) -> Dataset:
     x, y = _EXAMPLE
     shown = [
         {"role": "system", "content": _SYSTEM},
@@ -229,14 +221,10 @@ def _product_rows(pairs: list[tuple[int, int]]) -> Dataset:
         {"role": "tool", "content": str(x * y)},
         {"role": "assistant", "content": str(x * y)},
     ]
-    return Dataset.from_dict(
-        {
-            "prompt": [[*shown, {"role": "user", "content": _product_question(a, b)}] for a, b in pairs],
-            "answer": [str(a * b) for a, b in pairs],
-            "a": [a for a, _ in pairs],
-            "b": [b for _, b in pairs],
-        }
-    )
+    prompts = [[*shown, {"role": "user", "content": _product_question(a, b)}] for a, b in pairs]
+    answers = [str(a * b) for a, b in pairs]
+    numbers = {"a": [a for a, _ in pairs], "b": [b for _, b in pairs]}
+    return Dataset.from_dict({"prompt": prompts, "answer": answers, **numbers})
 
 
 def _product_question(a: int, b: int) -> str:

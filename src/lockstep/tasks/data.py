@@ -1,17 +1,18 @@
-"""Loads the data that a config names: built-in problems, reasoning-gym, a file, a saved `datasets` directory, or a
-hub id.
-"""
+"""Loads the data that a config names: problems that are made, files, a saved `datasets` directory, or a hub id."""
 
 from __future__ import annotations
 
 import csv
 import glob
 import json
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
@@ -19,7 +20,16 @@ from lockstep.errors import InputError
 from lockstep.private_caches import expanded
 from lockstep.tasks import MADE
 from lockstep.tasks.builtin import arithmetic, calculator, dots, reasoning_gym_problems
-from lockstep.tasks.files import broken_line, column_types, data_files, opened, read_csv, reader_of
+from lockstep.tasks.files import (
+    broken_line,
+    check_split,
+    check_text,
+    column_types,
+    data_files,
+    opened,
+    read_csv,
+    reader_of,
+)
 from lockstep.tasks.rewards import Reward, exact_match
 
 
@@ -80,9 +90,9 @@ def load_data(
         return TaskData(_limited(train, train_size), _limited(tested, eval_size))
     if eval_size == 0:
         return TaskData(_limited(train, train_size), None)
-    if eval_size >= len(train):
+    if (count := len(train)) <= eval_size:
         raise InputError(
-            f"{name} has {len(train)} rows; {eval_size} cannot be held out for evaluation (eval_size)"
+            f"{name} has {count} rows; {eval_size} cannot be held out for evaluation (eval_size)"
         )
     parts = train.train_test_split(test_size=eval_size, seed=seed)
     return TaskData(_limited(parts["train"], train_size), parts["test"])
@@ -107,10 +117,11 @@ def _is_csv(name: str, split: str) -> bool:
 
 def _load_split(name: str, subset: str | None, split: str, types: Sequence[str]) -> Dataset:
     path = expanded(name)
-    if "::" in name and path.exists():
-        # `datasets` reads the part before it alone: another file, or none.
+    if path.exists() and ("::" in name or os.path.expandvars(name) != name):
+        # `datasets` reads the part before `::` alone, and puts the variable's value there: another file, or none.
         raise InputError(
-            f"{path}: the data cannot be read from a path with '::' in it; rename that file or folder"
+            f"{path}: the data cannot be read from a path with '::' or the name of a variable ($HOME) in it; rename "
+            "that file or folder"
         )
     files = data_files(name, split)
     try:
@@ -120,13 +131,17 @@ def _load_split(name: str, subset: str | None, split: str, types: Sequence[str])
             saved = load_from_disk(str(path))
             if isinstance(saved, DatasetDict):
                 return saved[split]
-            _no_split(name, split)
+            check_split(name, split)
             return saved
         return load_dataset(name, subset, split=split)
     except InputError:
         raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, DatasetsError, csv.Error) as error:
         broken = next(filter(None, map(broken_line, files or ())), None)
+        if broken is None and "corresponds to no data" in _reason(error):
+            broken = "it has no rows"
+        if not broken and files is None and not path.is_dir():
+            broken = f"there is no such file or directory here, and as a hub id: {_reason(error)[:200]}"
         raise InputError(f"cannot read data {name!r}: {broken or _reason(error)}") from error
 
 
@@ -135,21 +150,47 @@ def _read_files(files: Sequence[Path], types: Sequence[str]) -> Dataset:
     assert reader is not None
     if reader == "csv":
         return Dataset.from_dict(read_csv(files, column_types(types)))
+    if reader == "json":
+        check_text(files)
     try:
         # `datasets` reads a name of a file as a pattern, and puts the working directory before it as it is.
         escaped = [glob.escape(str(file.absolute())) for file in files]
         found = load_dataset(reader, data_files=escaped, split="train")
     except DatasetsError as error:
-        if reader != "json" or "timestamp" not in _reason(error):
+        if reader != "json" or not re.search("timestamp|agent traces", _reason(error)):
             raise
     else:
-        # In Parquet, dates are written as such.
-        if reader != "json" or not any(
-            "timestamp" in str(field.type) for field in found.features.arrow_schema
-        ):
+        # In Parquet, dates and JSON values are written as such.
+        if reader != "json" or not re.search(r"timestamp|Json\(", str(found.features)):
             return found
-    # JSON has no dates. `datasets` has made some from texts that look like one.
-    return Dataset.from_list([row for file in files for row in _json_rows(file)])
+    # JSON has no dates. `datasets` has made some from texts that look like one. Where a column has several kinds of
+    # values, it has made numbers of texts that look like one.
+    return _as_written([row for file in files for row in _json_rows(file)])
+
+
+def _as_written(rows: list[dict[str, Any]]) -> Dataset:
+    # Older releases of `datasets` have no type for columns of several kinds.
+    mixed = {"on_mixed_types": "use_json"} if hasattr(datasets, "Json") else {}
+    found = Dataset.from_list(rows, **mixed)
+    if "Json(" not in str(found.features):
+        return found
+    # A text that is JSON itself counts as encoded already.
+    encoded = [{name: _encoded(row.get(name), kind) for name, kind in found.features.items()} for row in rows]
+    return Dataset.from_list(encoded, features=found.features)
+
+
+def _encoded(value: Any, kind: Any) -> Any:
+    """A value with JSON in place of every part of the feature `Json`."""
+    if value is None:
+        return None
+    if type(kind).__name__ == "Json":
+        return json.dumps(value)
+    if isinstance(value, dict):
+        return {name: _encoded(value.get(name), part) for name, part in kind.items()}
+    if isinstance(value, list):
+        part = kind[0] if isinstance(kind, list) else kind.feature
+        return [_encoded(entry, part) for entry in value]
+    return value
 
 
 def _json_rows(path: Path) -> list[Any]:
@@ -158,7 +199,8 @@ def _json_rows(path: Path) -> list[Any]:
     try:
         whole = json.loads(text)
     except ValueError:
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        # Not by `splitlines`: a text may have line ends that JSON lines have not, such as U+2028.
+        return [json.loads(line) for line in re.split("[\r\n]", text) if line.strip()]
     return whole if isinstance(whole, list) else [whole]
 
 
@@ -168,14 +210,6 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _no_split(name: str, split: str) -> None:
-    """Refuse a split name for data without splits: it would silently give the same rows again."""
-    if split != "train":
-        raise InputError(
-            f"{name} has no split {split!r}, only one set of rows; hold some out with eval_size instead"
-        )
 
 
 def _limited(data: Dataset, rows: int) -> Dataset:

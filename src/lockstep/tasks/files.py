@@ -1,13 +1,13 @@
-"""Data files by name, and CSV files, whose columns have no types.
+"""Data files by name, and CSV files, whose columns are text unless the user names a type (`dataset_types`).
 
-Data files by name. This module imports no large library, so that a missing file is found before anything is loaded.
-
-Reads CSV files. CSV has no types: every column is text, unless the user names a type (`dataset_types`).
+This module imports no large library, so that a missing file is found before anything is loaded.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
+import difflib
 import gzip
 import io
 import json
@@ -18,11 +18,28 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from lockstep.errors import InputError
+from lockstep.files import what_is_at
 from lockstep.private_caches import expanded
 
 # The builder of `datasets` for each file name ending. `.gz` may follow.
 READERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _ENDINGS = f"{', '.join(READERS)}, each also with .gz behind it"
+# Endings of other files, which no hub id has.
+_OTHERS = (
+    ".txt",
+    ".tsv",
+    ".xlsx",
+    ".xls",
+    ".arrow",
+    ".zip",
+    ".tar",
+    ".yaml",
+    ".yml",
+    ".py",
+    ".pkl",
+    ".md",
+    ".db",
+)
 # A directory with one of these was written by `datasets`.
 _SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
 # The words by which a file of a directory says which split it belongs to, as on the hub.
@@ -52,53 +69,63 @@ def data_files(name: str, split: str = "train") -> list[Path] | None:
             several formats, or none is of that split.
     """
     path = expanded(name)
-    if path.is_dir():
+    there = what_is_at(path)
+    if there == "is a directory":
         return None if any((path / known).exists() for known in _SAVED) else _shards(path, split)
     if reader_of(path) is None:
-        if path.is_file():
-            raise InputError(f"data file {path} cannot be read; the name of a data file ends with {_ENDINGS}")
-        return None
-    if not path.is_file():
-        raise InputError(f"data file {path} does not exist")
+        if there == "does not exist" and not _looks_like_a_path(name):
+            return None
+        there = "cannot be read" if there == "is a file" else there
+        near = difflib.get_close_matches(path.suffix.lower(), READERS, 1)
+        hint = f"; did you mean {path.with_suffix(near[0]).name[:80]!r}?" if near else ""
+        raise InputError(
+            f"data file {str(path)[:150]} {there}{hint}; the name of a data file ends with {_ENDINGS}"
+        )
+    if there != "is a file":
+        raise InputError(f"data file {str(path)[:200]} {there}")
     if path.stat().st_size == 0:
         raise InputError(f"data file {path} is empty")
-    if split != "train":
-        raise InputError(
-            f"{name} has no split {split!r}, only one set of rows; hold some out with eval_size instead"
-        )
+    check_split(name, split)
     return [path]
 
 
+_ONE_SET = "only one set of rows; hold some out with eval_size instead"
+
+
+def check_split(name: str, split: str) -> None:
+    """Refuse a split name for data without splits: it would silently give the same rows again."""
+    if split != "train":
+        raise InputError(f"{name} has no split {split!r}, {_ONE_SET}")
+
+
+def _looks_like_a_path(name: str) -> bool:
+    """Whether a name cannot be that of a data set on the hub, which is `user/name`, or `name` in rare cases."""
+    ending = Path(name).suffix.lower()
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/") or ending in _OTHERS:
+        return True
+    return bool(difflib.get_close_matches(ending, READERS, 1)) or ("/" not in name and ending[1:].isalpha())
+
+
 def _shards(folder: Path, split: str) -> list[Path]:
-    files = sorted(
-        path for path in folder.iterdir() if path.is_file() and not path.name.startswith((".", "_"))
-    )
-    files = [path for path in files if path.suffix.lower() != ".md"]
+    what = f"data directory {folder}"
+    shown = (path for path in folder.iterdir() if path.is_file() and not path.name.startswith((".", "_")))
+    files = sorted(path for path in shown if path.suffix.lower() != ".md")
     if not files:
-        raise InputError(
-            f"data directory {folder} holds no data; it was not written by `datasets`, and has no file of rows"
-        )
+        raise InputError(f"{what} holds no data; it was not written by `datasets`, and has no file of rows")
     if odd := [path.name for path in files if reader_of(path) is None]:
-        raise InputError(
-            f"data directory {folder}: {odd[0]} cannot be read; names of data files end with {_ENDINGS}"
-        )
+        raise InputError(f"{what}: {odd[0]} cannot be read; names of data files end with {_ENDINGS}")
     if len({reader_of(path) for path in files}) > 1:
-        raise InputError(
-            f"data directory {folder} has files of several formats; put each format into its own directory"
-        )
+        raise InputError(f"{what} has files of several formats; put each format into its own directory")
     splits = {path: _split_of(path) for path in files}
     named = sorted({found for found in splits.values() if found})
     if named and None in splits.values():
         bare = next(path.name for path, found in splits.items() if found is None)
-        raise InputError(
-            f"data directory {folder}: some files name a split ({', '.join(named)}), and {bare} names none"
-        )
+        raise InputError(f"{what}: some files name a split ({', '.join(named)}), and {bare} names none")
     chosen = [path for path, found in splits.items() if found == split] if named else files
     if not chosen or (not named and split != "train"):
-        known = ", ".join(named) or "only one set of rows; hold some out with eval_size instead"
-        raise InputError(f"data directory {folder} has no split {split!r}: {known}")
+        raise InputError(f"{what} has no split {split!r}: {', '.join(named) or _ONE_SET}")
     if empty := [path.name for path in chosen if path.stat().st_size == 0]:
-        raise InputError(f"data directory {folder}: {empty[0]} is empty")
+        raise InputError(f"{what}: {empty[0]} is empty")
     return chosen
 
 
@@ -113,10 +140,22 @@ def opened(path: Path) -> IO[bytes]:
     return cast("IO[bytes]", gzip.open(path, "rb")) if is_packed else path.open("rb")
 
 
-def broken_line(path: Path) -> str | None:
-    """The first line of a JSON lines file that is no JSON object, for an error; None if every line is one, or for
-    other files.
+def check_text(files: Sequence[Path]) -> None:
+    """Read files as UTF-8. Libraries find a wrong byte only when a row is read.
+
+    Raises:
+        UnicodeDecodeError: a file is not UTF-8.
     """
+    for path in files:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        with opened(path) as file:
+            while part := file.read(1 << 20):
+                decoder.decode(part)
+        decoder.decode(b"", final=True)
+
+
+def broken_line(path: Path) -> str | None:
+    """The first line of a JSON lines file that is no JSON object, for an error; None: there is none, or other files."""
     if not path.is_file() or reader_of(path) != "json" or ".json" in map(str.lower, path.suffixes):
         return None
     with opened(path) as file:
@@ -142,30 +181,21 @@ _LONGEST_FIELD = 1 << 30
 
 
 def column_types(given: Sequence[str]) -> dict[str, str]:
-    """The types of columns, from `NAME=TYPE` words.
-
-    Raises:
-        InputError: a word has another form, or names a type that there is not.
-    """
-    found = {}
+    """The types of columns, from `NAME=TYPE` words."""
+    found, form = {}, f"NAME=TYPE, with a column's name and one of {', '.join(_READ)}"
     for word in given:
         name, _, kind = word.rpartition("=")
         if not name or kind not in _READ:
-            raise InputError(
-                f"dataset_types {word!r}: give NAME=TYPE, with a column's name and one of {', '.join(_READ)}"
-            )
+            raise InputError(f"dataset_types {word!r}: give {form}")
         found[name] = kind
     return found
 
 
 def read_csv(files: Sequence[Path], types: Mapping[str, str]) -> dict[str, list[Any]]:
-    """The columns of CSV files with equal headers.
-
-    An empty cell is the empty text, and None in a column of another type.
+    """The columns of CSV files with equal headers. An empty cell is "", and None in a column that is not text.
 
     Raises:
-        InputError: a file has no header, or another one; a row has more or fewer cells than the header; a cell has
-            not the type of its column; `types` names a column that is not there.
+        InputError: header, rows, cells and types do not fit each other.
         OSError, UnicodeDecodeError, csv.Error: a file cannot be read.
     """
     csv.field_size_limit(_LONGEST_FIELD)
@@ -173,34 +203,30 @@ def read_csv(files: Sequence[Path], types: Mapping[str, str]) -> dict[str, list[
     columns: list[list[Any]] = []
     for file in files:
         with opened(file) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
-            rows = csv.reader(text, strict=True)
+            rows, what = csv.reader(text, strict=True), f"data file {file}"
             found = next(rows, [])
             if not found or len(set(found)) < len(found):
                 raise InputError(
-                    f"data file {file}: the first line must name the columns, each once, and is {found!r:.120}"
+                    f"{what}: the first line must name the columns, each once, and is {found!r:.120}"
                 )
             if header and found != header:
                 raise InputError(
-                    f"data file {file} has the columns {found!r:.120}, and {files[0].name} has {header!r:.120}"
+                    f"{what} has the columns {found!r:.120}, and {files[0].name} has {header!r:.120}"
                 )
             if not header:
                 header, columns = found, [[] for _ in found]
             read = [_READ[types.get(name, "text")] for name in header]
             for row in filter(None, rows):
+                place = f"{what}, line {rows.line_num}"
                 if len(row) != len(header):
-                    raise InputError(
-                        f"data file {file}, line {rows.line_num}: {len(row)} cells for {len(header)} columns; "
-                        f"put quotes around a "
-                        "text that has a comma"
-                    )
+                    counts = f"{len(row)} cells for {len(header)} columns"
+                    raise InputError(f"{place}: {counts}; put quotes around a text that has a comma")
                 for column, convert, name, cell in zip(columns, read, header, row, strict=True):
                     try:
                         column.append(convert(cell))
                     except ValueError as error:
-                        raise InputError(
-                            f"data file {file}, line {rows.line_num}: {name} is {cell!r:.80}, and dataset_types says "
-                            f"{types[name]}"
-                        ) from error
+                        said = f"{name} is {cell!r:.80}, and dataset_types says {types[name]}"
+                        raise InputError(f"{place}: {said}") from error
     if unknown := sorted(types.keys() - set(header)):
         raise InputError(f"dataset_types: there is no column {unknown[0]!r}, only {', '.join(header)}")
     _tell_numbers(files[0].name, dict(zip(header, columns, strict=True)), types)
@@ -208,16 +234,12 @@ def read_csv(files: Sequence[Path], types: Mapping[str, str]) -> dict[str, list[
 
 
 def _tell_numbers(file: str, columns: Mapping[str, list[Any]], types: Mapping[str, str]) -> None:
-    alike = [
-        name
-        for name, cells in columns.items()
-        if name not in types and any(cells) and all(NUMBER.fullmatch(cell) for cell in cells if cell)
-    ]
+    plain = ((name, cells) for name, cells in columns.items() if name not in types and any(cells))
+    alike = [name for name, cells in plain if all(NUMBER.fullmatch(cell) for cell in cells if cell)]
     if alike:
         _logger.warning(
-            f"{file}: every column of CSV is text, and {', '.join(alike)} looks like numbers; if a reward "
-            f"function needs numbers, "
-            f"set dataset_types: {' '.join(f'{name}=float' for name in alike)}"
+            f"{file}: every column of CSV is text, and {', '.join(alike)} looks like numbers; if a reward function "
+            f"needs numbers, set dataset_types: {' '.join(f'{name}=float' for name in alike)}"
         )
 
 

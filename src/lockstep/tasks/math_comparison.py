@@ -40,11 +40,7 @@ class Compared:
 
 
 def compare(reference: str | None, text: str) -> Compared:
-    """Compare a completion's final answer with a reference, from any thread.
-
-    Raises:
-        LockstepError: the worker process does not start.
-    """
+    """Compare a completion's final answer with a reference, from any thread."""
     if reference is None:
         return Compared(UNREADABLE, SKIPPED, None)
     if threading.current_thread() is threading.main_thread():
@@ -60,13 +56,10 @@ def _compare_here(reference: str, text: str) -> Compared:
     gold = parse(reference, parsing_timeout=_PARSE_LIMIT)
     if not gold:
         return Compared(UNREADABLE, SKIPPED, None)
-    latex = LatexExtractionConfig(
-        normalization_config=NormalizationConfig(units=True),
-        boxed_match_priority=0,
-        try_extract_without_anchor=False,
-    )
+    units = NormalizationConfig(units=True)
+    latex = {"normalization_config": units, "boxed_match_priority": 0, "try_extract_without_anchor": False}
     how: dict[str, Any] = {"extraction_mode": "first_match", "parsing_timeout": _PARSE_LIMIT}
-    found = parse(text, extraction_config=[latex], **how)
+    found = parse(text, extraction_config=[LatexExtractionConfig(**latex)], **how)
     score = float(verify(gold, found, timeout_seconds=_COMPARE_LIMIT))
     return Compared(str(gold), str(found) if found else UNREADABLE, score)
 

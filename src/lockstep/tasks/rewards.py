@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError, check_extra, quoted
+from lockstep.files import what_is_at
 from lockstep.private_caches import expanded
 from lockstep.tasks.files import NUMBER
 from lockstep.tasks.math_comparison import compare
@@ -38,10 +39,8 @@ def exact_match(completions: list[Any], answer: list[Any], **_: Any) -> list[flo
     Values are compared as texts (`str`). Where the answer is a number and no text, a completion with the same value
     is right too: `7`, `7.0` and `7e0` for 7. None where the row has no answer.
     """
-    return [
-        None if right is None else float(_equals(text.strip(), right))
-        for text, right in zip(texts(completions), answer, strict=True)
-    ]
+    pairs = zip(texts(completions), answer, strict=True)
+    return [None if right is None else float(_equals(text.strip(), right)) for text, right in pairs]
 
 
 # The columns with the right answers, of which a built-in function reads the first that the data has.
@@ -86,10 +85,8 @@ def accuracy(
     if references is None:
         columns = "a column 'solution' or 'answer' with the right result"
         raise InputError(f"accuracy needs {columns}; the data has neither")
-    found = [
-        compare(None if reference is None else str(reference), text)
-        for reference, text in zip(references, texts(completions), strict=True)
-    ]
+    pairs = zip(references, texts(completions), strict=True)
+    found = [compare(None if right is None else str(right), text) for right, text in pairs]
     if log_extra is not None:
         log_extra("gold_parsed", [pair.gold for pair in found])
         log_extra("answer_parsed", [pair.answer for pair in found])
@@ -151,10 +148,8 @@ def reasoning_gym(completions: list[Any], entry: list[Any], **_: Any) -> list[fl
             installed.
     """
     problems = [json.loads(problem) if isinstance(problem, str) else problem for problem in entry]
-    return [
-        float(_gym_scorer(_gym_name(problem))(text.strip(), problem))
-        for text, problem in zip(texts(completions), problems, strict=True)
-    ]
+    pairs = zip(texts(completions), problems, strict=True)
+    return [float(_gym_scorer(_gym_name(problem))(text.strip(), problem)) for text, problem in pairs]
 
 
 BUILT_IN: dict[str, Reward] = {f.__name__: f for f in (exact_match, accuracy, format, length, reasoning_gym)}
@@ -214,14 +209,9 @@ Modules = dict[Path, Any]
 
 
 def load_function(name: str, kind: str, modules: Modules | None = None) -> Any:
-    """What a name names.
+    """The function or class of a name, for errors of a `kind` such as `tool`.
 
-    Args:
-        kind: what it is for, such as `tool`, for errors.
-        modules: the files that this run has loaded. With it, everything from one file is from one module.
-
-    Raises:
-        InputError: there is no such function or class. The message says where it was searched.
+    `modules` are the files that this run has loaded. With them, everything from one file is from one module.
     """
     where, function = place_of(name, kind)
     module = _from_file(Path(where), kind, modules) if where.endswith(".py") else _from_package(where, kind)
@@ -232,18 +222,17 @@ def load_function(name: str, kind: str, modules: Modules | None = None) -> Any:
 
 
 def place_of(name: str, kind: str) -> tuple[str, str]:
-    """File or module of a function, and the function's name. Runs no code.
-
-    Raises:
-        InputError: the name has another form, or the file does not exist.
-    """
+    """File or module of a function, and the function's name. Runs no code."""
     where, _, function = name.rpartition(":") if ":" in name else name.rpartition(".")
     if not where or name.endswith(".py"):
         raise InputError(f"{kind} {name!r}: give file.py:name or package.module.name")
     if where.endswith(".py"):
         where = str(expanded(where))
-        if not Path(where).is_file():
-            raise InputError(f"{kind} {name!r}: {where} does not exist")
+        if (there := what_is_at(Path(where))) != "is a file":
+            raise InputError(f"{kind} {name[:200]!r}: {where[:200]} {there}")
+    elif "/" in where or (":" in name and expanded(where).is_file()):
+        there = "the name of a file with code ends with .py"
+        raise InputError(f"{kind} {name[:200]!r}: {where[:200]} {what_is_at(expanded(where))}; {there}")
     return where, function
 
 
@@ -261,16 +250,18 @@ def _from_file(path: Path, kind: str, modules: Modules | None) -> Any:
     # Modules beside the file are found as a script finds them, but last: no local file hides an installed package.
     if (beside := str(path.resolve().parent)) not in sys.path:
         sys.path.append(beside)
+    from lockstep.threads import folder_as_before
+
     try:
         # The loader is not used, because it may run cached bytecode of an older text of this file.
-        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
+        with folder_as_before(f"{kind} file {path}"):
+            exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise InputError(
-            f"{kind} file {path} cannot be run: {type(error).__name__}: {quoted(error)}"
-        ) from error
+        why = f"{type(error).__name__}: {quoted(error)}"
+        raise InputError(f"{kind} file {path} cannot be run: {why}") from error
     known[path.resolve()] = module
     return module
 
@@ -300,11 +291,7 @@ def names_model(name: str) -> bool:
 
 
 def load_reward(name: str, modules: Modules | None = None) -> Reward:
-    """Reward function by name; `modules` as in `load_function`.
-
-    Raises:
-        InputError: there is no such function, or a built-in function needs a package that is not installed.
-    """
+    """Reward function by name; `modules` as in `load_function`."""
     if name in BUILT_IN:
         check_package(name)
         return BUILT_IN[name]
@@ -315,11 +302,7 @@ def load_reward(name: str, modules: Modules | None = None) -> Reward:
 
 
 def reward_place(name: str) -> tuple[str, str]:
-    """File or module of a reward function, and its name; both empty for a built-in function. Runs no code.
-
-    Raises:
-        InputError: the name is not a name of a reward function, or the file does not exist.
-    """
+    """File or module of a reward function, and its name; both empty for a built-in function. Runs no code."""
     if name in BUILT_IN or _SOFT_OVERLONG.fullmatch(name):
         return "", ""
     if ("." not in name and ":" not in name) or name.endswith(".py"):

@@ -31,8 +31,9 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.errors import InputError, one_line
+from lockstep.errors import InputError, LockstepError, one_line, quoted
 from lockstep.model_files import load_files
+from lockstep.threads import OutOfTime, ended_within
 from lockstep.tokens.arrays import Ids, whole_numbers
 
 # The key of a processed picture in a part of a message. The chat template does not get it.
@@ -83,6 +84,8 @@ _GUARD, _GUARD_AS_READ = "\udfff", "\ufdd0"
 _ORDINARY_TEXT = re.compile(r"\w+|\s+")
 # A word that shows whether a template renders the content of a message.
 _TEST_WORD = "quokka"
+# Seconds within which a template renders it.
+_RENDERED = 30.0
 # Roles whose text may contain control tokens for thinking and tool calls.
 _TRUSTED = ("assistant", "system", "developer")
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|｜]\S*[|｜]>|</?(?:think|tool)\w*>|\[/?[A-Z_]+\]")
@@ -111,6 +114,9 @@ def with_joined_text(prompt: Any) -> Any:
     are left out, apart from a message's `content`: Arrow gives every message, call and part the keys of all others, and
     templates ask whether a key is there.
     """
+    if isinstance(prompt, np.ndarray) and prompt.dtype == object:
+        # In NumPy's format of `datasets`, messages are an array.
+        prompt = prompt.tolist()
     if not isinstance(prompt, list):
         return prompt
     return [_with_joined_text(message) if isinstance(message, dict) else message for message in prompt]
@@ -238,7 +244,16 @@ class Template:
         self._special_pattern = _pattern_of(text for i, text in self.control.items() if i in special)
         # Templates of some models with pictures accept only lists of parts, and render nothing of a text.
         self._takes_parts = False
-        self._takes_parts = not self._shows_text() and self._shows_text(in_parts=True)
+        try:
+            self._takes_parts = ended_within(
+                _RENDERED,
+                "the chat template",
+                lambda: not self._shows_text() and self._shows_text(in_parts=True),
+            )
+        except OutOfTime as error:
+            raise InputError(
+                f"the chat template did not render one word within {_RENDERED:g} s: it has a loop without an end"
+            ) from error
 
     def text(self, messages: Sequence[Message]) -> str:
         """The text of a conversation, up to the opening of the next assistant turn, with guards.
@@ -286,9 +301,12 @@ class Template:
             text = self.tokenizer.apply_chat_template(
                 guarded, tools=self._tools, tokenize=False, **how, **self._kwargs
             )
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            # Templates call Python methods on the messages. Which of these errors they raise depends on the template.
-            raise InputError(f"the chat template refuses these messages: {error}") from error
+        except LockstepError:
+            raise
+        except Exception as error:
+            # Templates compute, and call Python methods on the messages: they raise whatever Python raises.
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            raise InputError(f"the chat template refuses these messages: {kind}{quoted(error)}") from error
         return str(text)
 
     def is_guarded(self, messages: Sequence[Message]) -> bool:
@@ -422,6 +440,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         # Which of these errors transformers raises depends on the missing file.
         why = f"{type(error).__name__}: {error}"
+        if not folder.is_dir():
+            raise InputError(
+                f"there is no model directory {path[:200]} here, and as a hub id: {one_line(error)[:200]}"
+            ) from error
         raise InputError(f"model {path} comes without a usable tokenizer: {why}") from error
     return guard_tokenizer(tokenizer)
 

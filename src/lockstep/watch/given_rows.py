@@ -59,7 +59,10 @@ class GivenRows:
         tools_of: Callable[[Mapping[str, Any]], list[dict[str, Any]]] | None = None,
         messages_of: Callable[[Mapping[str, Any], Any], list[dict[str, Any]]] | None = None,
     ) -> None:
-        self._rows = rows.select_columns([c for c in _READ if c in rows.column_names])
+        # A user's transform may need other columns, and may give another row every time.
+        self._is_transformed = rows.format["type"] == "custom"
+        own = [name for name in _READ if name in rows.column_names]
+        self._rows = rows if self._is_transformed else rows.select_columns(own)
         self._tokenizer, self._config, self._shuffled = tokenizer, config, shuffled
         self._tools_of, self._messages_of = tools_of, messages_of
         # Digests of the ids of the rows that were due before.
@@ -112,20 +115,25 @@ class GivenRows:
     def _is_its_row(self, prompt: Prompt) -> bool:
         """Whether a prompt has the ids, or at least the text, of its row; False: this cannot be said."""
         given, tools = self._given(prompt)
-        if isinstance(given, str):
-            special = self._config.add_special_tokens
-            due = [whole_numbers(self._tokenizer.encode(given, add_special_tokens=special))]
-        else:
-            # Some templates render nothing but parts.
-            both = (self._rendered(messages, tools) for messages in (given, [*map(_in_parts, given)]))
-            due = [ids for ids in both if ids is not None]
-        if shown := prompt.pictures:
-            due = [with_picture_ids(ids, shown.placeholder, shown.pictures) for ids in due]
-        if any(ids.tolist() == prompt.ids.tolist() for ids in due):
-            return True
+        shown, due = prompt.pictures, []
+        # Some templates render nothing but parts: such rows differ in the first form.
+        for form in (given,) if isinstance(given, str) else (given, [*map(_in_parts, given)]):
+            ids = self._encoded(form) if isinstance(form, str) else self._rendered(form, tools)
+            if ids is None:
+                continue
+            if shown:
+                ids = with_picture_ids(ids, shown.placeholder, shown.pictures)
+            if ids.tolist() == prompt.ids.tolist():
+                return True
+            due.append(ids)
+        if self._is_transformed:
+            return False
         if not due or (isinstance(given, list) and self._has_control_text(given)):
             return self._text_of(prompt.ids) in map(self._text_of, due)
         raise _wrong(f"{prompt.prompt_id} {self._difference(prompt.ids, due[0])}")
+
+    def _encoded(self, text: str) -> Ids:
+        return whole_numbers(self._tokenizer.encode(text, add_special_tokens=self._config.add_special_tokens))
 
     def _given(self, prompt: Prompt) -> tuple[str | list[dict[str, Any]], list[dict[str, Any]]]:
         """What the user gave as a prompt, and the tools that it shows."""

@@ -278,9 +278,7 @@ _CONVOLUTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A change of one tensor: `size` × (R,) rows ⊗ (C,) columns, in float64. A vector, without columns, changes by
-    `size` × rows.
-    """
+    """A change of one tensor in float64: `size` × (R,) rows ⊗ (C,) columns; of a vector, by `size` × rows."""
 
     size: float
     rows: torch.Tensor

@@ -1,6 +1,4 @@
-"""What is taken of the DeepSpeed configuration of TrainingArguments or of accelerate's environment, and what is
-refused.
-"""
+"""What is taken of the DeepSpeed configuration of TrainingArguments or accelerate's environment, what is refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""An environment of the real verifiers: it runs its own rollouts through the gateway, and the policy learns from its
-rubric.
-"""
+"""An environment of the real verifiers runs its own rollouts through the gateway; the policy learns from its rubric."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""An engine that holds the weights in 8 bits is proven like any other: real vLLM, tiny models, bf16,
-`fp8_per_channel`.
-"""
+"""An engine with weights in 8 bits is proven like any other: real vLLM, tiny models, bf16, `fp8_per_channel`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A generation object that records the result of each call, and the log-probs of a plain forward with the same
-weights.
-"""
+"""A generation object that records each call's result, and a plain forward's log-probs with the same weights."""
 
 from __future__ import annotations
 

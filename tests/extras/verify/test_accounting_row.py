@@ -1,6 +1,4 @@
-"""The row "exact accounting" measures the accounting alone: a clean trainer gives almost 0 in any dtype, and a fault
-does not.
-"""
+"""The row "exact accounting" measures accounting alone: almost 0 for a clean trainer in any dtype, not for a fault."""
 
 from __future__ import annotations
 

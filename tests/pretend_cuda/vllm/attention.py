@@ -208,9 +208,7 @@ def _give_package() -> None:
 def apply_rotary_emb(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
 ) -> torch.Tensor:
-    """Rotate (…, tokens, heads, width) by angles of (tokens, half the width), which models of pictures do with this
-    function.
-    """
+    """Rotate (…, tokens, heads, width) by angles of (tokens, half the width), as models of pictures do."""
     from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
     return ApplyRotaryEmb.forward_static(x, cos, sin, not interleaved)

@@ -1,5 +1,4 @@
-"""The second runner's draw of a token: the likeliest one after noise, which is a function of seed, position and token
-id.
+"""The second runner's draw of a token: the likeliest after noise, a function of seed, position and token id.
 
 vLLM's Triton kernel, interpreted, takes most of the seconds of sampling. It is the reference (`stand_ins.py`): the
 same hash to the bit, and the same noise up to the rounding of two logarithms.

@@ -1,6 +1,4 @@
-"""A plugin of pytest for `make test-cuda-vllm`: tests that say nothing with vLLM's CUDA path on the pretend GPU are
-skipped.
-"""
+"""A plugin of pytest for `make test-cuda-vllm`: it skips tests that say nothing on the pretend GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Matrix products and rows of the embedding that the CUDA wheel compiles, in plain PyTorch: fp8, adapters, a float32
-result.
+"""Products and embedding rows that the CUDA wheel compiles, in plain PyTorch: fp8, adapters, a float32 result.
 
 References: `stand_ins.py`.
 """
@@ -55,9 +54,7 @@ def _load_cpu_wheel() -> None:
 
 
 def _products_with_a_dtype() -> torch.library.Library:
-    """Products that PyTorch's CPU kernels do not have: another dtype for the result, and codes of 8 bits with
-    scales.
-    """
+    """Products that PyTorch's CPU kernels lack: another dtype for the result, and codes of 8 bits with scales."""
     aten = torch.library.Library("aten", "IMPL")
 
     def addmm(

@@ -1,5 +1,4 @@
-"""The rotation of queries and keys at positions of three axes, which models of pictures use: vLLM's own form in
-PyTorch.
+"""The rotation of queries and keys at positions of three axes, for pictures: vLLM's own form in PyTorch.
 
 vLLM's Triton kernel, interpreted, takes half of the seconds of a tiny model of pictures. It is the reference
 (`stand_ins.py`).

@@ -99,8 +99,7 @@ def learned(
 
 @contextlib.contextmanager
 def parts_counted() -> Iterator[Counter[str]]:
-    """Counts what vLLM's scheduler does: steps that begin before the one before has ended, prompts that are computed
-    in parts, and steps that are under way while weights are loaded."""
+    """Counts steps of vLLM's scheduler that overlap, prompts computed in parts, and steps while weights are loaded."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     found: Counter[str] = Counter()
@@ -208,9 +207,7 @@ def in_fp32() -> dict[str, Any]:
 
 
 def steps_apart() -> dict[str, Any]:
-    """The same requests on an engine with a GPU's defaults, and on one that computes whole prompts, one step after
-    the other.
-    """
+    """The same requests on an engine with a GPU's defaults, and on one with whole prompts, one step after the other."""
     answers = []
     for more in (
         {},
@@ -335,8 +332,7 @@ def first_runner() -> dict[str, Any]:
 
 
 def server() -> dict[str, Any]:
-    """A server, whose processes have devices of their own, and two proven steps of a trainer that pushes to it over
-    CUDA IPC, with stand-ins for PyTorch's two calls. Then a push while requests run."""
+    """A server whose processes have own devices, and two proven steps of a trainer that pushes to it over CUDA IPC."""
     from servers import KEY, free_port
 
     from lockstep.server.keys import KEY_VARIABLE
@@ -378,9 +374,7 @@ def server() -> dict[str, Any]:
 
 
 def in_flight(url: str) -> dict[str, Any]:
-    """Requests that go on over a push: the gap of their tokens to the version that each is stamped with, and to the
-    other one.
-    """
+    """Requests that go on over a push: the gap of their tokens to the version of each stamp, and to the other one."""
     from servers import Server, connect
     from test_in_flight import crossing, gap_by_version, long_requests, pushed_into
 

@@ -333,9 +333,7 @@ def embedding() -> dict[str, float]:
 
 
 def experts() -> dict[str, float]:
-    """A layer of experts as vLLM computes it on a GPU: routing, sorting, two products with an activation between
-    them, sum.
-    """
+    """A layer of experts as vLLM computes it on a GPU: routing, sorting, two products and an activation, sum."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe import fused_experts
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import vllm_topk_softmax

@@ -1,6 +1,4 @@
-"""What is learned is what was sampled: every pack holds the sealed ids, places and log-probs, and each change is
-refused.
-"""
+"""What is learned is what was sampled: packs hold the sealed ids, places and log-probs; changes are refused."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ PACKINGS = {"trees": pack_sequences, "rows": pack_rows}
 
 
 def groups(seed: int = 0) -> list[RolloutGroup]:
-    """Three prompts with common beginnings, and completions of few distinct ids, some of them inserted or in a second
-    branch.
-    """
+    """Three prompts with common beginnings, and completions of few ids, some inserted or in a second branch."""
     rng = np.random.default_rng(seed)
 
     def completion(key: RequestKey, prompt: Any, *, inserts: bool) -> Completion:

@@ -1,5 +1,4 @@
-"""Advantages, weights and the gradient of every log-prob: the definitions agree with every method, and a change is
-named.
+"""Advantages, weights and the gradient of every log-prob: definitions and methods agree, and a change is named.
 
 Every run compares itself with the definitions, also the runs of `test_accounting.py`. CI therefore counts the
 comparisons of one case per method, and runs the cases that are not there.

@@ -368,9 +368,7 @@ EVENTS = ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_ste
 def test_changes_are_taken_at_every_event_and_a_resumed_run_begins_with_those_of_its_checkpoint(
     make: Make, tmp_path: Path
 ) -> None:
-    """What comes after the optimizer's step does not count for this step, and what comes after a checkpoint is not in
-    it.
-    """
+    """What comes after the optimizer's step does not count for it; what comes after a checkpoint is not in it."""
     begins = Changing(sets(weight_decay=0.5), "on_train_begin", step=0)
     before = [Changing(sets(weight_decay=1.0 + n), event) for n, event in enumerate(EVENTS)]
     run = make(tmp_path, {"callbacks": [begins, *before]}, max_steps=2)

@@ -1,6 +1,4 @@
-"""Every schedule of transformers runs under the proof of its rates, or is refused by a sentence before a model is
-loaded.
-"""
+"""Every schedule of transformers runs under the proof of its rates, or a sentence refuses it before a model loads."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The update proof passes on clean runs of every method, and stops a run whose optimizer step is not what it should
-be.
-"""
+"""The update proof passes on clean runs of every method, and stops a run whose optimizer step is wrong."""
 
 from __future__ import annotations
 

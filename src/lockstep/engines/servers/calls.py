@@ -33,6 +33,7 @@ from lockstep import bounded_http
 from lockstep.contract.protocol import EngineSettings
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.errors import EngineLost, InputError, LockstepError
+from lockstep.files import read_settings
 from lockstep.private_caches import expanded
 from lockstep.progress import waiting
 from lockstep.threads import CallLoop, Pending
@@ -430,8 +431,8 @@ def server_urls(base_url: str | None, host: str, port: int) -> list[str]:
 def urls_of_file(name: str, file: str) -> list[str]:
     """Base URL of each server, from a text file with one URL per line. Empty lines and what follows a # are ignored."""
     try:
-        lines = expanded(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_settings(expanded(file)).splitlines()
+    except (OSError, ValueError) as error:
         raise InputError(
             f"{name}={file!r} cannot be read ({error}); it must be a text file with one base URL per line"
         ) from error

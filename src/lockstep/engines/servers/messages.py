@@ -31,6 +31,8 @@ import numpy as np
 import torch
 
 from lockstep.contract.protocol import Completion, FinishReason, GenerationRequest
+from lockstep.contract.sampling import GRAMMAR_FIELDS, Sampling
+from lockstep.contract.support import Bans
 from lockstep.contract.tensors import LoadedWeights, TensorSpec
 from lockstep.engines.vllm.port.requests import (
     SCORING_FIELDS,
@@ -306,13 +308,38 @@ def _logprobs(request: GenerationRequest, token_ids: list[int], choice: Mapping[
         for entry, token in zip(entries, token_ids, strict=False)
         if entry["token_id"] == token and entry["logprob"] > _NO_LOGPROB
     ]
+    place = next((i for i, entry in enumerate(entries) if entry["logprob"] <= _NO_LOGPROB), None)
+    if place is not None and request.sampling.grammar is None:
+        _check_left(request, token_ids[:place])
+    names = may_leave_none(request.sampling)
+    filters = f", or {names} leave no token to sample" if names else ""
     raise ProofError(
         "logprobs",
         f"request {request.key} has {len(token_ids)} tokens and {len(entries)} log-probs; {len(values)} "
         "log-probs are finite and belong to its tokens",
-        "the server was started without log-probs, or its model computes NaN",
+        f"the server was started without log-probs, or its model computes NaN{filters}",
         "start the server with 'lockstep serve'; if it was started so, look for NaN in the weights",
     )
+
+
+def _check_left(request: GenerationRequest, ids: Sequence[int]) -> None:
+    """Refuse an answer that came to a place where its settings, without a grammar, leave no token."""
+    own = request.sampling
+    if own.allowed_token_ids is None:
+        return
+    named = [*own.end_ids, *own.allowed_token_ids, *(i for word in own.bad_words for i in word)]
+    # One id more stands for all that no setting names.
+    bans = Bans(own, max(named) + 2, own.end_ids)
+    if (error := bans.empty_place(ids, None, request.key.prompt_id)) is not None:
+        raise error
+
+
+def may_leave_none(sampling: Sampling) -> str:
+    """The names of a grammar and of the bans beside it, as one text; empty if there is no grammar or no ban."""
+    bans = [name for name in ("allowed_token_ids", "bad_words") if getattr(sampling, name)]
+    if sampling.grammar is None or not bans:
+        return ""
+    return " and ".join([GRAMMAR_FIELDS[sampling.grammar.kind], *bans])
 
 
 def _versions(

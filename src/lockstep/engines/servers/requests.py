@@ -24,6 +24,7 @@ from lockstep.engines.servers.messages import (
     check_encoded,
     completion_from,
     generation_body,
+    may_leave_none,
     pictures_body,
     scores_from,
     scoring_body,
@@ -218,7 +219,14 @@ class ServerRequests:
         async with self.load(server).gate:
             await self._send_pictures(request, server, limit)
             with self._used_adapter() as used:
-                answer = await self.post(server, body, limit, used)
+                try:
+                    answer = await self.post(server, body, limit, used)
+                except EngineLost as lost:
+                    names = may_leave_none(request.sampling) if lost.refused else ""
+                    if not names:
+                        raise
+                    why = f"{lost}; vLLM answers so where {names} leave no token to sample"
+                    raise EngineLost(why, lost.recover, refused=True) from lost
         return completion_from(answer, request, name, self._stamps if used is None else used.versions)
 
     async def _send_pictures(self, request: GenerationRequest, server: ServerCalls, limit: float) -> None:

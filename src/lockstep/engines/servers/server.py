@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lockstep.contract.adapters import NoAdapters
 from lockstep.contract.inbox import (
     Inbox,
     answer_all,
@@ -95,13 +96,16 @@ class VLLMServer:
         self.session = secrets.token_hex(6)
         self.is_wanted: Callable[[str], bool] = lambda url: True
         self._stamps: dict[str, int] = {}
-        self.adapters = load(ADAPTERS["servers"])(self, run)
-        self.requests = ServerRequests(self._servers, self._stamps, self.recover, self.adapters.used)
+        self._run, self.adapters = run, NoAdapters()
+        self.requests = ServerRequests(
+            self._servers, self._stamps, self.recover, lambda: self.adapters.used()
+        )
         self._committed: list[int] = []
         self.transport: WeightTransport | None = None
         try:
             self.servers.greet(timeout, self._closed)
             self._settings, self._wire_dtype = self.servers.agreed()
+            self._find_adapters()
             self.transport = transport(self._servers)
         except EngineLost as lost:
             # Nothing can be recovered yet. If a healthy server has refused a call, its workers do not have our methods.
@@ -325,6 +329,7 @@ class VLLMServer:
         before = self._settings
         self._await_all()
         self._settings, self._wire_dtype = self.servers.agreed()
+        self._find_adapters()
         if self._settings != before:
             raise ProofError(
                 "handshake",
@@ -370,9 +375,15 @@ class VLLMServer:
 
     def _forget_agreements(self) -> None:
         """Make the next push agree on its transport again, because the engine has other servers now."""
+        self._find_adapters()
         self.adapters.forget_servers()
         if self.transport is not None:
             self.transport.forget()
+
+    def _find_adapters(self) -> None:
+        """Load the extra that sends adapters alone, if a server takes them."""
+        if isinstance(self.adapters, NoAdapters) and any(server.takes_adapters for server in self._servers):
+            self.adapters = load(ADAPTERS["servers"])(self, self._run)
 
     def healthy(self, urls: Collection[str]) -> list[str]:
         """The URLs, of servers outside this engine, at which a server says within a second that it is healthy."""

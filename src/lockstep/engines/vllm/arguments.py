@@ -7,17 +7,16 @@ was seen stands in docs/reference/models.md. The proofs of the first push find a
 from __future__ import annotations
 
 import ast
-import difflib
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig
 
 from lockstep.contract.tensors import dtype_name
 from lockstep.engines.vllm.port.patches import CPU_NORMS
-from lockstep.errors import InputError, one_line
+from lockstep.errors import InputError, did_you_mean, one_line
 from lockstep.extensions import HELD_FORMS
 from lockstep.model_files import load_files
 from lockstep.models.policy import BAD_FILES, keeps_state
@@ -36,6 +35,9 @@ MODEL_IMPLEMENTATIONS = ("vllm", "auto", "transformers")
 
 # vLLM's names of the schemes in which an engine may hold the weights in 8 bits (`vllm_quantization`).
 QUANTIZATIONS = tuple(HELD_FORMS)
+
+# 0: an engine never sleeps. 1: it keeps its weights in main memory. 2: it discards them.
+SleepLevel = Literal[0, 1, 2]
 
 # Engine arguments that change tokens or log-probs and that no proof reads back.
 REFUSED = frozenset(
@@ -208,12 +210,7 @@ def check_user_arguments(names: set[str], where: str) -> None:
     # Names that are no text come from YAML: `{1: 2}`.
     for name in sorted(map(str, names)):
         if (known := _names_of_vllm()) and name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = (
-                f"did you mean {close[0]!r}?"
-                if close
-                else "its names are those of vllm.LLM and vllm.EngineArgs"
-            )
+            hint = did_you_mean(name, known) or "its names are those of vllm.LLM and vllm.EngineArgs"
             raise InputError(f"{where}: vLLM has no argument {name!r}; {hint}")
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
+from lockstep.contract.adapters import NoAdapters
 from lockstep.contract.inbox import (
     Inbox,
     answer_all,
@@ -34,9 +35,12 @@ from lockstep.contract.inbox import (
 )
 from lockstep.contract.probe import EngineModules
 from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
+from lockstep.contract.sampling import GrammarCompiler
+from lockstep.contract.support import Bans
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.servers.messages import agreed_answers
 from lockstep.engines.vllm.arguments import (
+    SleepLevel,
     check_adapters,
     check_quantization,
     check_user_arguments,
@@ -47,7 +51,6 @@ from lockstep.engines.vllm.arguments import (
 from lockstep.engines.vllm.environment import close_at_exit
 from lockstep.engines.vllm.port.engine import (
     Sleep,
-    SleepLevel,
     effective_settings,
     end_steps,
     has_open_update,
@@ -59,6 +62,7 @@ from lockstep.engines.vllm.port.requests import (
     check_sent,
     completion,
     fields_of,
+    first_without_logprob,
     holds_no_pictures,
     picture_arguments,
     prompt_logprobs,
@@ -74,6 +78,7 @@ from lockstep.images.pictures import NO_PICTURES, PromptPictures
 from lockstep.model_files import load_files
 from lockstep.models.policy import reads_pictures
 from lockstep.progress import busy, waiting
+from lockstep.tokens.chat import directory_end_ids, load_tokenizer
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -149,7 +154,8 @@ class VLLMInProcess:
                 if self.is_split:
                     self._resources.callback(close_at_exit(self.close))
                 self.sleeping = Sleep(self._llm, self.call, sleep_level)
-                self.adapters = load(ADAPTERS["in_process"])(self)
+                has_lora = (engine_kwargs or {}).get("enable_lora")
+                self.adapters = load(ADAPTERS["in_process"])(self) if has_lora else NoAdapters()
                 # A kernel that does not support the model's shapes raises an error only when it first runs.
                 self._run({"trial": ([0, 0], scoring_params())})
         except LockstepError as error:
@@ -249,13 +255,36 @@ class VLLMInProcess:
                     assert self._version is not None
                     request = held.pop(output.request_id)
                     filtered, adapter = request.sampling.is_filtered, self.adapters.name
-                    answer = completion(request.key, output, filtered=filtered, adapter=adapter)
-                    if request.pictures:
-                        # vLLM does not report its pictures. The parity gap proves which pictures it has used.
-                        answer = replace(answer, pictures=request.pictures)
-                    inbox.answer(answer, [self._version], self._vocab_size)
+                    try:
+                        answer = completion(request.key, output, filtered=filtered, adapter=adapter)
+                        if request.pictures:
+                            # vLLM does not report its pictures. The parity gap proves which pictures it has used.
+                            answer = replace(answer, pictures=request.pictures)
+                        inbox.answer(answer, [self._version], self._vocab_size)
+                    except LockstepError:
+                        self._check_left(request, output)
+                        raise
                 if outputs:
                     inbox.settle()
+
+    def _check_left(self, request: GenerationRequest, output: RequestOutput) -> None:
+        """Refuse an answer that came to a place where its settings leave no token. vLLM samples any token there.
+
+        Raises:
+            InputError: the answer did.
+        """
+        place = first_without_logprob(output)
+        if place is None:
+            return
+        tokenizer = load_tokenizer(self._model)
+        ends = request.sampling.end_ids or tuple(directory_end_ids(self._model, tokenizer))
+        bans = Bans(request.sampling, self._vocab_size, ends, tokenizer.decode)
+        ids = list(output.outputs[0].token_ids[:place])
+        error = bans.empty_place_after(
+            ids, request.key.prompt_id, lambda: GrammarCompiler(tokenizer, self._vocab_size, ends)
+        )
+        if error is not None:
+            raise error
 
     @foreign_errors("vLLM failed while it answered requests")
     def _step(self, limits: dict[str, float], now: float) -> tuple[list[RequestOutput], list[RequestOutput]]:

@@ -3,16 +3,9 @@
 from lockstep.devices import prepare_cuda
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND
 from lockstep.engines.vllm.environment import end_with_trainer
+from lockstep.engines.vllm.port import patches
 from lockstep.engines.vllm.port.engine import register_backends
 from lockstep.engines.vllm.port.kept_ids import carry_kept_ids
-from lockstep.engines.vllm.port.patches import (
-    end_without_carriers,
-    find_files_by_name,
-    inspect_classes_here,
-    keep_files_together,
-    register_norms,
-    request_amx,
-)
 
 _CLASSES = {IN_PROCESS_BACKEND: "InProcessWeightTransfer", SERVER_BACKEND: "ServerWeightTransfer"}
 
@@ -25,11 +18,11 @@ def register() -> None:
     """
     prepare_cuda()
     end_with_trainer()
-    end_without_carriers()
-    keep_files_together()
-    inspect_classes_here()
-    request_amx()
+    patches.end_without_carriers()
+    patches.keep_files_together()
+    patches.inspect_classes_here()
+    patches.request_amx()
     register_backends("lockstep.engines.vllm.port.receive", _CLASSES)
     carry_kept_ids()
-    register_norms()
-    find_files_by_name()
+    patches.register_norms()
+    patches.find_files_by_name()

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.config.fields import AgentFunction, Reward
 from lockstep.config.run import OnlineConfig
 from lockstep.config.sampling import sampling_of
-from lockstep.errors import InputError
+from lockstep.errors import InputError, quoted
 from lockstep.extras.agents.recording import Counts, Recording
 from lockstep.extras.agents.request_fields import RunLimits, bad_value
 from lockstep.extras.agents.web import Gateway
@@ -42,6 +42,7 @@ from lockstep.rollouts.call_fits import not_callable_as
 from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
+from lockstep.threads import folder_as_before
 from lockstep.tokens.arrays import Ids
 from lockstep.tokens.extension import Extension
 
@@ -97,8 +98,9 @@ class Agent:
     async def _call(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
         def work() -> Any:
             assert self.function is not None
-            result: Any = self.function(base_url, api_key, dict(row))
-            return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+            with folder_as_before(f"agent {self.name}", self.timeout):
+                result: Any = self.function(base_url, api_key, dict(row))
+                return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
         result, error = await _in_thread(work)
         if error is not None:
@@ -106,7 +108,9 @@ class Agent:
             if isinstance(error, TypeError) and self.function is not None:
                 called = "agent(base_url, api_key, row)"
                 advice = not_callable_as(self.function, called, base_url, api_key, row)
-            raise AgentFailed(f"agent {self.name} raised {type(error).__name__}: {error}{advice}") from error
+            raise AgentFailed(
+                f"agent {self.name} raised {type(error).__name__}: {quoted(error)}{advice}"
+            ) from error
         return result
 
     async def _execute(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:

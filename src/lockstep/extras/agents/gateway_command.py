@@ -13,13 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep.cli.fields import AdaptedRunArguments, RunArguments, check_effect, check_inputs, read, said_of
-from lockstep.cli.training import load_config
+from lockstep.cli.fields import (
+    AdaptedRunArguments,
+    check_effect,
+    check_inputs,
+    check_sizes,
+    decides_learning,
+    read,
+    said_of,
+)
+from lockstep.cli.help import fields_of
+from lockstep.cli.training import load_config, refuse_adapter
 from lockstep.config.option import option
 from lockstep.errors import InputError
 from lockstep.files import append_line, check_writable
 from lockstep.progress import busy, watched_by
 from lockstep.safe_text import say
+
+_EVALUATION = ("eval_size", "dataset_test_split", "num_generations_eval")
 
 
 @dataclass
@@ -43,9 +54,13 @@ def run(words: list[str]) -> int:
     """
     given = read(words, "gateway")
     about = said_of(given, GatewayArguments)
-    check_effect(said_of(given, RunArguments))
+    unused = [name for name, field in fields_of("gateway").items() if decides_learning(name, field)]
+    where = "in lockstep gateway, which learns, saves and evaluates nothing"
+    check_effect(about, given, [*unused, *_EVALUATION], where)
+    check_sizes(about)
     if not given.dry_run:
         check_inputs(about)
+        refuse_adapter(about)
         if about.agent is None and about.agent_command is None:
             raise InputError("agent is not set; give --agent file.py:name or --agent_command 'COMMAND …'")
         if Path(about.rollouts_file).exists():
@@ -67,15 +82,18 @@ def _record(arguments: GatewayArguments, config: Any) -> int:
 
     if config.world_size > 1:
         raise InputError("lockstep gateway runs in one process; start it without torchrun")
+    # An agent may change the working directory.
+    path = Path(arguments.rollouts_file).absolute()
     data, modules = data_of(arguments), {}  # type: ignore[var-annotated]
     rewards = [load_reward(name, modules) for name in arguments.reward_funcs or ()] or list(data.rewards)
     acting = acting_arguments(arguments, modules)
     assert arguments.model_name_or_path is not None
+    config.push_to_hub = False
     with busy(f"loading {arguments.model_name_or_path}"):
         trainer = GRPOTrainer(
             arguments.model_name_or_path, rewards or None, args=config, train_dataset=data.train, **acting
         )
-    path, groups, count = Path(arguments.rollouts_file), 0, 0
+    groups = count = 0
     try:
         with busy(f"making rollouts of {len(data.train)} rows", trainer.clock.progress):
             for group in trainer.each_rollout():
@@ -85,7 +103,9 @@ def _record(arguments: GatewayArguments, config: Any) -> int:
                 groups, count = groups + 1, count + len(group.rollouts)
     finally:
         trainer.close()
-    say(f"lockstep gateway: {count} rollouts of {groups} prompts are in {path}", flush=True)
+    say(
+        f"lockstep gateway: {count} rollouts of {groups} prompts are in {arguments.rollouts_file}", flush=True
+    )
     return 0
 
 

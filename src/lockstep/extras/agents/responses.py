@@ -9,16 +9,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lockstep.extras.agents import agent_messages
 from lockstep.extras.agents.agent_calls import Answer, Call, read_wishes
-from lockstep.extras.agents.agent_messages import (
-    THINKING,
-    checked_text,
-    content_of,
-    function_tools,
-    template_call,
-    template_message,
-    text_of,
-)
 from lockstep.extras.agents.request_fields import RunLimits, bad_value, check_parameters, flag, token_limit
 from lockstep.tokens.chat import Message
 
@@ -45,7 +37,7 @@ def read_call(request: Mapping[str, Any], limits: RunLimits) -> Call:
         raise bad_value("instructions", "instructions must be a text")
     if not isinstance(previous, str | None):
         raise bad_value("previous_response_id", "previous_response_id must be the id of an earlier response")
-    tools = function_tools(request.get("tools"))
+    tools = agent_messages.function_tools(request.get("tools"))
     return Call(
         messages=tuple(messages_of(items)),
         tools=tools,
@@ -69,27 +61,28 @@ def messages_of(items: list[Any]) -> list[Message]:
         param = f"input[{i}]"
         kind = item.get("type", "message") if isinstance(item, Mapping) else None
         if kind == "message":
-            messages.append(template_message({name: item.get(name) for name in ("role", "content")}, param))
+            said = {name: item.get(name) for name in ("role", "content")}
+            messages.append(agent_messages.template_message(said, param))
         elif kind == "reasoning":
             # It stands before the turn that it belongs to.
-            reasoning = text_of(item.get("content"), f"{param}.content")
+            reasoning = agent_messages.text_of(item.get("content"), f"{param}.content")
             continue
         elif kind == "function_call":
-            call = template_call({"id": item.get("call_id"), "function": item}, param)
+            call = agent_messages.template_call({"id": item.get("call_id"), "function": item}, param)
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            output = content_of(item.get("output"), f"{param}.output")
+            output = agent_messages.content_of(item.get("output"), f"{param}.output")
             message = {"role": "tool", "content": output}
             if item.get("call_id") is not None:
-                message["tool_call_id"] = checked_text(item["call_id"], f"{param}.call_id")
+                message["tool_call_id"] = agent_messages.checked_text(item["call_id"], f"{param}.call_id")
             messages.append(message)
         else:
             known = "a message, a function call or the output of one"
             raise bad_value(param, f"{param} is not {known}; leave it out")
         if reasoning and messages[-1]["role"] == "assistant":
-            messages[-1][THINKING] = reasoning
+            messages[-1][agent_messages.THINKING] = reasoning
         reasoning = ""
     if not messages:
         raise bad_value("input", "input has no message")

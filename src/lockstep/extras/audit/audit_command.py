@@ -16,50 +16,29 @@ from typing import TYPE_CHECKING
 from lockstep.cli.help import WordParser
 from lockstep.errors import InputError
 from lockstep.files import check_writable, replace_text
-from lockstep.safe_text import say
+from lockstep.safe_text import complain, say
 
 if TYPE_CHECKING:
     from lockstep.extras.audit.dumps import AuditedRollout
 
 
 def run(words: list[str]) -> int:
-    """Run the command. Returns 0 if everything that can be judged agrees, else 1.
-
-    Raises:
-        InputError: the rollouts, the model or a setting cannot be used.
-        LockstepError: the server does not answer.
-    """
+    """Run the command. Returns 0 if everything that can be judged agrees, else 1."""
     parser = WordParser(prog="lockstep audit", description=__doc__)
-    parser.add_argument("rollouts", metavar="ROLLOUTS", help="file or directory")
-    parser.add_argument(
-        "--model", required=True, help="directory or hub id of the policy that sampled, at that step"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="where the rows do not say it (default 1)"
-    )
-    parser.add_argument("--top_k", type=int, default=0)
-    parser.add_argument("--top_p", type=float, default=1.0)
-    parser.add_argument("--min_p", type=float, default=0.0)
-    parser.add_argument("--repetition_penalty", type=float, default=1.0)
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="bfloat16",
-        help="of the engine (default bfloat16)",
-    )
-    parser.add_argument(
-        "--earlier", action="append", default=[], metavar="DIRECTORY", help="older weights to compare with"
-    )
-    parser.add_argument(
-        "--url", help="a running vLLM server that should hold these weights (key: OPENAI_API_KEY)"
-    )
-    parser.add_argument(
-        "--max_tokens",
-        type=int,
-        default=8192,
-        help="sampled ids to score, evenly over the file (default 8192)",
-    )
-    parser.add_argument("--json", type=Path, help="file to write the findings to")
+    add, dtypes = parser.add_argument, ("float32", "bfloat16")
+    add("rollouts", metavar="ROLLOUTS", help="file or directory")
+    add("--model", required=True, help="directory or hub id of the policy that sampled, at that step")
+    add("--temperature", type=float, help="where the rows do not say it (default 1)")
+    add("--top_k", type=int, default=0)
+    add("--top_p", type=float, default=1.0)
+    add("--min_p", type=float, default=0.0)
+    add("--repetition_penalty", type=float, default=1.0)
+    add("--dtype", choices=dtypes, default="bfloat16", help="of the engine (default bfloat16)")
+    add("--earlier", action="append", default=[], metavar="DIRECTORY", help="older weights to compare with")
+    add("--url", help="a running vLLM server that should hold these weights (key: OPENAI_API_KEY)")
+    evenly = "sampled ids to score, evenly over the file (default 8192)"
+    add("--max_tokens", type=int, default=8192, help=evenly)
+    add("--json", type=Path, help="file to write the findings to")
     asked = parser.parse_args(words)
     if asked.max_tokens < 1:
         raise InputError(f"max_tokens is {asked.max_tokens}; it must be at least 1")
@@ -71,6 +50,8 @@ def run(words: list[str]) -> int:
 
     with watched_by(StatusLine()), busy(f"reading {asked.rollouts}"):
         rollouts = _evenly(read_dump(Path(asked.rollouts)), asked.max_tokens)
+    if asked.temperature is not None and all(r.temperature is not None for r in rollouts):
+        complain("lockstep: temperature has no effect with rows that all say theirs")
     with watched_by(StatusLine()), busy("loading PyTorch, transformers and the model"):
         import torch
 
@@ -90,19 +71,17 @@ def run(words: list[str]) -> int:
         path = resolve_model(asked.model)
         model, tokenizer = load_policy(path).eval(), load_tokenizer(path)
         settings = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        if asked.temperature is None:
+            asked.temperature = 1.0
         stated = Distribution(Sampling(1, **{name: getattr(asked, name) for name in settings}))
         earlier = {name: lambda name=name: load_policy(resolve_model(name)).eval() for name in asked.earlier}
     engine = getattr(torch, asked.dtype)
     scored = [r for r in rollouts if r.tokens]
-    with (
-        watched_by(StatusLine()),
-        busy(f"asking {asked.url} for its log-probs") if asked.url else nullcontext(),
-    ):
+    asking = busy(f"asking {asked.url} for its log-probs") if asked.url else nullcontext()
+    with watched_by(StatusLine()), asking:
         served = server_logprobs(asked.url, scored) if asked.url else None
-    with (
-        watched_by(StatusLine()),
-        busy(f"scoring {sum(r.tokens for r in rollouts)} ids of {len(rollouts)} rollouts"),
-    ):
+    tokens = sum(r.tokens for r in rollouts)
+    with watched_by(StatusLine()), busy(f"scoring {tokens} ids of {len(rollouts)} rollouts"):
         suspects = Suspects(model, tokenizer, stated, earlier)
         findings = audit(rollouts, suspects, tolerance(engine, model.dtype), Precision(), served)
     for finding in findings:

@@ -26,14 +26,7 @@ _TOP_P, _TOP_K, _MIN_P = (0.5, 0.8, 0.9, 0.95, 0.99), (5, 10, 20, 50, 100), (0.0
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """An explanation.
-
-    Attributes:
-        about: what differs: `tokens`, `weights` or `log-probs`.
-        says: the explanation in a sentence.
-        remedy: what to do.
-        left: mean |g| that it leaves, in nats.
-    """
+    """An explanation: what differs (`tokens`, `weights`, `log-probs`), a sentence, what to do, and mean |g| left."""
 
     about: str
     says: str
@@ -43,14 +36,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Suspects:
-    """What an explanation may use.
-
-    Attributes:
-        model: the policy of the step.
-        tokenizer: its tokenizer.
-        stated: the distribution that is said to have been sampled.
-        earlier: loads older policies, by name.
-    """
+    """What an explanation may use: the policy of the step, the stated distribution, and loaders of older policies."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -59,12 +45,7 @@ class Suspects:
 
 
 def explain(worst: Sequence[Scored], all_scored: Sequence[Scored], suspects: Suspects) -> Cause | None:
-    """The explanation that leaves least of the gap of the worst rollouts; None if nothing leaves less than half of it.
-
-    Args:
-        worst: the rollouts to explain.
-        all_scored: every rollout; a log-prob may be that of another one.
-    """
+    """The explanation that leaves least of the gap of the worst rollouts; None if none leaves less than half of it."""
     gap = mean_gap((s.reported, s.own) for s in worst)
     tried = [
         *_misplaced(worst, all_scored),
@@ -78,9 +59,7 @@ def explain(worst: Sequence[Scored], all_scored: Sequence[Scored], suspects: Sus
 
 
 def mean_gap(pairs: Iterator[tuple[Values, Values]] | Sequence[tuple[Values, Values]]) -> float:
-    """Mean |reported − own| over all ids of several rollouts; infinite if an id has no probability, or there is no
-    id.
-    """
+    """Mean |reported − own| over all ids of several rollouts; infinite without ids, or if one has no probability."""
     gaps = [np.abs(reported - own) for reported, own in pairs]
     joined = np.concatenate(gaps) if gaps else np.array([])
     return float(joined.mean()) if len(joined) and np.isfinite(joined).all() else float("inf")
@@ -121,6 +100,15 @@ def _nearest_rows(worst: Sequence[Scored], all_scored: Sequence[Scored]) -> list
 # ---- another distribution ----------------------------------------------------------------------------------------
 
 
+_PROCESSED = (
+    "in vLLM, set logprobs_mode to processed_logprobs; elsewhere, divide by the temperature "
+    "and apply the filters"
+)
+_ONE_TEMPERATURE = (
+    "give --temperature if the run used another one; otherwise one side applies it twice, or not at all"
+)
+
+
 def _other_distributions(worst: Sequence[Scored], suspects: Suspects) -> list[Cause]:
     sampling = suspects.stated.sampling
     named = dict(suspects.stated.others())
@@ -141,21 +129,13 @@ def _other_distributions(worst: Sequence[Scored], suspects: Suspects) -> list[Ca
             says = (
                 f"the reported log-probs are those of {name}, not those of the distribution that was sampled"
             )
-            remedy = (
-                "in vLLM, set logprobs_mode to processed_logprobs; elsewhere, divide by the temperature "
-                "and apply the filters"
-            )
+            remedy = _PROCESSED
         elif name.startswith("temperature"):
             says = f"the log-probs are those of {name}; {sampling.temperature:g} was stated"
-            remedy = (
-                "give --temperature if the run used another one; otherwise one side applies it twice, "
-                "or not at all"
-            )
+            remedy = _ONE_TEMPERATURE
         else:
-            says = (
-                f"the engine sampled with a filter like {name} that was not stated, and its log-probs are "
-                f"those after the filter"
-            )
+            says = f"the engine sampled with a filter like {name} that was not stated, and its log-probs are those "
+            says += "after the filter"
             remedy = "state the filter (--top_k, --top_p, --min_p); engines take defaults from generation_config.json"
         causes.append(Cause("log-probs", says, remedy, left))
     return causes
@@ -191,27 +171,26 @@ def _other_prompts(worst: Sequence[Scored], suspects: Suspects) -> list[Cause]:
         prompts = [way(s.rollout) for s in worst]
         if all(prompt == s.rollout.prompt_ids for prompt, s in zip(prompts, worst, strict=True)):
             continue
-        scored = [
-            score(suspects.model, s.rollout, suspects.stated, prompt_ids=prompt)
-            for s, prompt in zip(worst, prompts, strict=True)
-        ]
-        left = mean_gap((s.reported, s.own) for s in scored)
-        causes.append(
-            Cause("tokens", says, "give the engine ids instead of text, and encode each prompt once", left)
-        )
+        model, stated = suspects.model, suspects.stated
+        pairs = zip(worst, prompts, strict=True)
+        scored = [score(model, s.rollout, stated, prompt_ids=prompt) for s, prompt in pairs]
+        remedy = "give the engine ids instead of text, and encode each prompt once"
+        causes.append(Cause("tokens", says, remedy, _left(scored)))
     return causes
+
+
+def _left(scored: Sequence[Scored]) -> float:
+    return mean_gap((s.reported, s.own) for s in scored)
 
 
 # ---- numerics, and other weights ---------------------------------------------------------------------------------
 
 
 def _other_precisions(worst: Sequence[Scored], suspects: Suspects) -> list[Cause]:
-    scored = [
-        score(suspects.model, s.rollout, suspects.stated, Precision(None, torch.bfloat16)) for s in worst
-    ]
+    half = Precision(None, torch.bfloat16)
+    scored = [score(suspects.model, s.rollout, suspects.stated, half) for s in worst]
     says = "numerics: the engine seems to compute its output head in bfloat16"
-    left = mean_gap((s.reported, s.own) for s in scored)
-    return [Cause("log-probs", says, "let both sides compute the head in one dtype", left)]
+    return [Cause("log-probs", says, "let both sides compute the head in one dtype", _left(scored))]
 
 
 def _older_weights(worst: Sequence[Scored], suspects: Suspects) -> list[Cause]:
@@ -219,25 +198,17 @@ def _older_weights(worst: Sequence[Scored], suspects: Suspects) -> list[Cause]:
     for name, load in suspects.earlier.items():
         older = load()
         scored = [score(older, s.rollout, suspects.stated) for s in worst]
-        left = mean_gap((s.reported, s.own) for s in scored)
         says = f"staleness: the rollouts were sampled by the weights of {name}"
-        causes.append(
-            Cause(
-                "weights", says, "push the weights before every generation, or count how old tokens are", left
-            )
-        )
+        remedy = "push the weights before every generation, or count how old tokens are"
+        causes.append(Cause("weights", says, remedy, _left(scored)))
         for part in _parts(suspects.model):
             with _replaced(suspects.model, older, part):
                 scored = [score(suspects.model, s.rollout, suspects.stated) for s in worst]
-            left = mean_gap((s.reported, s.own) for s in scored)
             says = (
                 f"an old tensor: the engine seems to hold {part} of {name}, and everything else as it is now"
             )
-            causes.append(
-                Cause(
-                    "weights", says, "look at how this part is loaded: fused, tied, packed or skipped", left
-                )
-            )
+            remedy = "look at how this part is loaded: fused, tied, packed or skipped"
+            causes.append(Cause("weights", says, remedy, _left(scored)))
     return causes
 
 

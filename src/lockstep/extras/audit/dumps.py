@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.errors import InputError, one_line
+from lockstep.files import what_is_at
 from lockstep.report.page.kinds import Kind, a_count, a_number, list_of, one_of, or_none
 
 
@@ -49,12 +50,7 @@ Row = Mapping[str, Any]
 
 
 def read_dump(path: Path) -> list[AuditedRollout]:
-    """Every rollout of a file or directory.
-
-    Raises:
-        InputError: there is no such file, it cannot be read, or a row lacks a column or has columns that do not fit
-            together.
-    """
+    """Every rollout of a file or directory. Refuses a row that lacks a column, or whose columns do not fit together."""
     found = []
     for number, row in enumerate(_rows(path)):
         name = f"{path.name}, row {number}"
@@ -83,9 +79,8 @@ def _column(row: Row, name: str, kind: Kind) -> list[Any]:
     """
     wrong = list_of(kind)(row[name])
     if wrong is not None:
-        raise ValueError(
-            f"{name} is no list of {'ids' if kind is a_count else 'numbers'} (entry {wrong or 0})"
-        )
+        what = "ids" if kind is a_count else "numbers"
+        raise ValueError(f"{name} is no list of {what} (entry {wrong or 0})")
     return list(row[name])
 
 
@@ -128,9 +123,8 @@ def _openrlhf(name: str, row: Row) -> AuditedRollout:
     given = "attention_mask" in row
     real = np.asarray(_column(row, "attention_mask", _a_value) if given else [1] * len(ids), dtype=bool)
     # Both stand one place before their token, as the log-probs of a forward do.
-    action, logprobs = (
-        _at_tokens(_column(row, key, _a_value), len(ids)) for key in ("action_mask", "rollout_log_probs")
-    )
+    both = "action_mask", "rollout_log_probs"
+    action, logprobs = (_at_tokens(_column(row, key, _a_value), len(ids)) for key in both)
     if not len(ids) == len(real) == len(action) == len(logprobs):
         raise ValueError(
             "sequences, attention_mask, action_mask and rollout_log_probs must have the same length"
@@ -164,9 +158,8 @@ def _read(name: str, row: Row) -> AuditedRollout:
         if all(row.get(column) is not None for column in columns):
             return reader(name, row)
     needed = "; ".join(f"{program}: {', '.join(columns)}" for program, (columns, _) in FORMATS.items())
-    raise InputError(
-        f"{name} has the columns {', '.join(map(str, row))[:150] or 'none'}, which are of no known program ({needed})"
-    )
+    found = ", ".join(map(str, row))[:150] or "none"
+    raise InputError(f"{name} has the columns {found}, which are of no known program ({needed})")
 
 
 def _whole(
@@ -175,9 +168,8 @@ def _whole(
     values = np.array([np.nan if value is None else float(value) for value in logprobs], dtype=float)
     sampled = np.asarray(mask, dtype=bool)
     if not len(completion) == len(sampled) == len(values):
-        raise ValueError(
-            f"{len(completion)} completion ids, {len(sampled)} mask values and {len(values)} log-probs"
-        )
+        counts = f"{len(completion)} completion ids, {len(sampled)} mask values and {len(values)} log-probs"
+        raise ValueError(counts)
     if not prompt:
         raise ValueError("its prompt has no ids")
     return AuditedRollout(name, prompt, completion, sampled, values, temperature)
@@ -204,8 +196,8 @@ def _rows(path: Path) -> Iterator[Row]:
         for file in files:
             yield from _rows(file)
         return
-    if not path.is_file():
-        raise InputError(f"{path} does not exist")
+    if not path.exists():
+        raise InputError(f"{path} {what_is_at(path)}")
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq
@@ -226,11 +218,10 @@ def _rows(path: Path) -> Iterator[Row]:
 
 def _of_json(content: Any) -> Iterator[Row]:
     """The rows of a list of rows, or of a mapping from columns to lists (what a `rollout_func` of TRL returns)."""
+    columns = content.values() if isinstance(content, dict) else ()
     if isinstance(content, list):
         yield from content
-    elif (
-        isinstance(content, dict) and content and all(isinstance(column, list) for column in content.values())
-    ):
+    elif columns and all(isinstance(column, list) for column in columns):
         for values in zip(*content.values(), strict=True):
             yield dict(zip(content, values, strict=True))
     else:

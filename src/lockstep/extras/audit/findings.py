@@ -1,6 +1,4 @@
-"""The verdicts of an audit: tokens, weights, log-probs and draws, each with figures, limits and, where they differ,
-the cause.
-"""
+"""The verdicts of an audit on tokens, weights, log-probs and draws: figures, limits, and the cause of a difference."""
 
 from __future__ import annotations
 
@@ -24,6 +22,7 @@ from lockstep.watch.gap import GapStats, measure_gap, over_limits
 from lockstep.watch.tolerances import Tolerance, tolerance
 
 AGREE, DIFFER, UNKNOWN = "agree", "DIFFER", "not judged"
+_ABOUT = ("tokens", "weights", "log-probs", "draws")
 # Rollouts of which an explanation is sought.
 _EXPLAINED = 8
 # Two rollouts of one prompt are equal by chance with a probability of at most exp of this.
@@ -34,14 +33,7 @@ _PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A verdict.
-
-    Attributes:
-        about: tokens, weights, log-probs or draws.
-        verdict: `AGREE`, `DIFFER` or `UNKNOWN`.
-        says: figures, and the cause if there is one.
-        remedy: what to do; empty if they agree.
-    """
+    """`AGREE`, `DIFFER` or `UNKNOWN` about tokens, weights, log-probs or draws: figures, the cause, and what to do."""
 
     about: str
     verdict: str
@@ -56,44 +48,28 @@ def audit(
     precision: Precision,
     served: Sequence[Values] | None = None,
 ) -> list[Finding]:
-    """Judge rollouts.
+    """Judge rollouts by the gap that the dtypes of the two sides allow.
 
     Args:
-        limit: the gap that the dtypes of the two sides allow.
-        precision: how the model's forward computes.
         served: for each rollout, the log-probs that a running server gives at temperature 1; None: no server was named.
     """
     malformed = _malformed(rollouts, embedding_rows(suspects.model))
     if malformed is not None:
-        return [
-            malformed,
-            *(
-                Finding(about, UNKNOWN, "the ids are not usable")
-                for about in ("weights", "log-probs", "draws")
-            ),
-        ]
+        unusable = [Finding(about, UNKNOWN, "the ids are not usable") for about in _ABOUT[1:]]
+        return [malformed, *unusable]
     # The server gives log-probs at temperature 1 and without filters.
     plain = {} if served is None else {_PLAIN: replace(suspects.stated, sampling=Sampling(1))}
-    scored = [
-        score(suspects.model, rollout, _stated(suspects.stated, rollout), precision, plain, draws=True)
-        for rollout in rollouts
-        if rollout.tokens
-    ]
+    model, stated = suspects.model, suspects.stated
+    sampled = [(rollout, _stated(stated, rollout)) for rollout in rollouts if rollout.tokens]
+    scored = [score(model, rollout, own, precision, plain, draws=True) for rollout, own in sampled]
     if not scored:
-        return [
-            Finding(about, UNKNOWN, "no id of the dump was sampled")
-            for about in ("tokens", "weights", "log-probs", "draws")
-        ]
+        return [Finding(about, UNKNOWN, "no id of the dump was sampled") for about in _ABOUT]
     missing = [s.rollout.name for s in scored if not np.isfinite(s.reported).all()]
     if missing:
         says = f"{len(missing)} rollouts have sampled ids without a finite log-prob, {missing[0]} first"
-        rest = [Finding(about, UNKNOWN, "log-probs are missing") for about in ("tokens", "weights", "draws")]
-        return [
-            rest[0],
-            rest[1],
-            Finding("log-probs", DIFFER, says, "refuse such answers; never put 0.0 in their place"),
-            rest[2],
-        ]
+        found = {about: Finding(about, UNKNOWN, "log-probs are missing") for about in _ABOUT}
+        remedy = "refuse such answers; never put 0.0 in their place"
+        return list((found | {"log-probs": Finding("log-probs", DIFFER, says, remedy)}).values())
     gap = _gap(scored)
     # A filter that was not stated by the dump may leave a sampled id without probability.
     over = (
@@ -126,12 +102,8 @@ def _malformed(rollouts: Sequence[AuditedRollout], vocabulary: int) -> Finding |
         strange = [i for i in (*rollout.prompt_ids, *rollout.completion_ids) if not 0 <= i < vocabulary]
         if strange:
             says = f"{rollout.name} has the id {strange[0]}; the model has {vocabulary} ids"
-            return Finding(
-                "tokens",
-                DIFFER,
-                says,
-                "the dump is of another tokenizer or vocabulary; name the model of that step",
-            )
+            remedy = "the dump is of another tokenizer or vocabulary; name the model of that step"
+            return Finding("tokens", DIFFER, says, remedy)
     return None
 
 
@@ -185,42 +157,23 @@ def _weights(
     if served is not None:
         apart = mean_gap([(values, s.others[_PLAIN]) for values, s in zip(served, scored, strict=True)])
         if apart > limit.mean:
-            says = (
-                f"the server's own log-probs differ from the model's by {apart:.2g} nats on average "
-                f"(limit {limit.mean:.2g})"
-            )
-            return Finding(
-                "weights",
-                DIFFER,
-                says,
-                "the server holds other weights than the directory; push, or name the right one",
-            )
+            says = f"the server's own log-probs differ from the model's by {apart:.2g} nats on average "
+            remedy = "the server holds other weights than the directory; push, or name the right one"
+            return Finding("weights", DIFFER, f"{says}(limit {limit.mean:.2g})", remedy)
+        says = f"the server agrees with the model now (mean |g| {apart:.2g} nats); the dump does not"
         if not over:
-            return Finding(
-                "weights",
-                AGREE,
-                f"the dump and the server agree with the model; server: mean |g| {apart:.2g} nats",
-            )
-        return Finding(
-            "weights",
-            AGREE,
-            f"the server agrees with the model now (mean |g| {apart:.2g} nats); the dump does not",
-        )
+            says = f"the dump and the server agree with the model; server: mean |g| {apart:.2g} nats"
+        return Finding("weights", AGREE, says)
     if not over:
-        return Finding(
-            "weights", AGREE, "the model gives the reported log-probs, so these are the weights that sampled"
-        )
+        says = "the model gives the reported log-probs, so these are the weights that sampled"
+        return Finding("weights", AGREE, says)
     if cause is not None and cause.about == "weights":
         return Finding("weights", DIFFER, cause.says, cause.remedy)
     if cause is not None:
         return Finding("weights", UNKNOWN, f"with the cause taken away, mean |g| is {cause.left:.2g} nats")
     says = "other settings, other ids and misplaced rows do not explain the gap; other weights, or another forward, do"
-    return Finding(
-        "weights",
-        DIFFER,
-        says,
-        "name older checkpoints with --earlier, or a running server with --url, to find out which",
-    )
+    remedy = "name older checkpoints with --earlier, or a running server with --url, to find out which"
+    return Finding("weights", DIFFER, says, remedy)
 
 
 def _log_probs(figures: str, over: list[str], cause: Cause | None) -> Finding:
@@ -234,42 +187,26 @@ def _log_probs(figures: str, over: list[str], cause: Cause | None) -> Finding:
 def _draws(scored: Sequence[Scored], over: list[str]) -> Finding:
     twin = _equal_by_no_chance(scored)
     if twin is not None:
-        says = (
-            f"{twin[0]} and {twin[1]} have the same prompt and the same ids, which chance makes less than "
-            f"once in 1e9 times"
-        )
-        return Finding("draws", DIFFER, says, "give every request a seed of its own")
+        says = f"{twin[0]} and {twin[1]} have the same prompt and the same ids, which chance makes less than "
+        return Finding("draws", DIFFER, f"{says}once in 1e9 times", "give every request a seed of its own")
     if over:
-        return Finding(
-            "draws",
-            UNKNOWN,
-            "the log-probs differ; without them it is not known from what the ids should be drawn",
-        )
-    draws = TokenDraws(
-        *(
-            np.concatenate([getattr(s.draws, name) for s in scored])
-            for name in ("logps", "entropies", "variances", "below", "upto")
-        )
-    )
+        says = "the log-probs differ; without them it is not known from what the ids should be drawn"
+        return Finding("draws", UNKNOWN, says)
+    columns = ("logps", "entropies", "variances", "below", "upto")
+    draws = TokenDraws(*(np.concatenate([getattr(s.draws, name) for s in scored]) for name in columns))
     reported = torch.from_numpy(np.concatenate([s.reported for s in scored]))
     stats = measure_draws(draws, reported, [len(s.own) for s in scored])
     evidence = DrawEvidence()
     evidence.add(stats)
     found, enough = evidence.log_evidence / math.log(10), -math.log10(FALSE_ALARM)
-    figures = (
-        f"z {stats.z:+.1f} over {stats.tokens} ids, evidence 1e{found:.1f} (it is believed from "
-        f"1e{enough:.0f} on)"
-    )
+    believed = f"it is believed from 1e{enough:.0f} on"
+    figures = f"z {stats.z:+.1f} over {stats.tokens} ids, evidence 1e{found:.1f} ({believed})"
     if evidence.log_evidence > -math.log(FALSE_ALARM):
         says = (
             f"the engine {BETS[evidence.strongest].suspicion} ({figures}), although its log-probs are right"
         )
-        return Finding(
-            "draws",
-            DIFFER,
-            says,
-            "look for a temperature, filter, greedy choice or best-of-n beside the stated settings",
-        )
+        remedy = "look for a temperature, filter, greedy choice or best-of-n beside the stated settings"
+        return Finding("draws", DIFFER, says, remedy)
     return Finding("draws", AGREE, figures)
 
 

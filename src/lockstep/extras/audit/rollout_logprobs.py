@@ -1,5 +1,4 @@
-"""The log-probs of a rollout's ids, with which those of the dump are compared: by the model, or by a running vLLM
-server.
+"""The log-probs of a rollout's ids, to compare those of the dump with: by the model, or by a running vLLM server.
 
 The model is run once per rollout, and also gives what the draws proof needs. The server is asked over its
 OpenAI-compatible endpoint, and needs nothing of Lockstep.
@@ -65,12 +64,9 @@ def score(
     *,
     draws: bool = False,
 ) -> Scored:
-    """Score a rollout's sampled ids. No tensor of logits is larger than `LOGITS_BYTES`.
+    """Score a rollout's sampled ids, perhaps after another prompt, and under other distributions too.
 
-    Args:
-        others: further distributions under which the ids are scored too.
-        prompt_ids: another prompt than the rollout's.
-        draws: whether to compute the sums for the draws proof, which cost as much as the log-probs.
+    No tensor of logits is larger than `LOGITS_BYTES`. The sums for the draws proof cost as much as the log-probs.
     """
     prompt, tokens = list(rollout.prompt_ids if prompt_ids is None else prompt_ids), rollout.completion_ids
     wanted = {"": stated, **(others or {})}
@@ -123,10 +119,6 @@ def server_logprobs(url: str, rollouts: Sequence[AuditedRollout]) -> list[Values
     """For each rollout, (S,) log-probs of its sampled ids at temperature 1, as the server's weights give them now.
 
     The key is read from the environment variable `OPENAI_API_KEY`, if it is set.
-
-    Raises:
-        LockstepError: the server cannot be reached or does not answer in time.
-        InputError: it answers in another way than vLLM, or without log-probs of the prompt.
     """
     base = url.rstrip("/").removesuffix("/v1")
     key = os.environ.get("OPENAI_API_KEY")
@@ -155,18 +147,16 @@ async def _scored(client: httpx.AsyncClient, base: str, model: str, rollout: Aud
     answer = await _asked(client, "POST", f"{base}/v1/completions", json=body)
     found = answer["choices"][0].get("prompt_logprobs")
     if not found or len(found) != len(ids):
-        raise InputError(
-            f"{base} gives no log-probs of prompts; --url needs a vLLM server that allows prompt_logprobs"
-        )
+        needed = "--url needs a vLLM server that allows prompt_logprobs"
+        raise InputError(f"{base} gives no log-probs of prompts; {needed}")
     own = [float(entry[str(token)]["logprob"]) for entry, token in zip(found[1:], ids[1:], strict=True)]
     return np.array(own[len(rollout.prompt_ids) - 1 :])[rollout.sampled]
 
 
 async def _asked(client: httpx.AsyncClient, method: str, url: str, **body: Any) -> Any:
     """The JSON of an answer."""
-    answer, found = await bounded_http.call(
-        client, method, url, seconds=SECONDS, most=lambda _: LARGEST, **body
-    )
+    limits: Any = {"seconds": SECONDS, "most": lambda _: LARGEST}
+    answer, found = await bounded_http.call(client, method, url, **limits, **body)
     if answer.status_code != 200:
         said = found[:1200].decode(errors="replace")[:300]
         raise LockstepError(f"{url} answers {answer.status_code}: {said}")

@@ -1,8 +1,4 @@
-"""The calls into DeepSpeed: it partitions tensors over ranks, gathers them, frees them, and reduces gradients.
-
-They import DeepSpeed when the first model is sharded, because the import takes long and only a run with ZeRO-3 needs
-it.
-"""
+"""The calls into DeepSpeed. They import it when the first model is sharded, because the import takes long."""
 
 from __future__ import annotations
 
@@ -20,11 +16,7 @@ from lockstep.progress import waiting
 
 
 def begin(device: torch.device) -> None:
-    """Let DeepSpeed use this run's process groups and the device's kind.
-
-    Raises:
-        InputError: DeepSpeed was imported before, and computes on devices of another kind.
-    """
+    """Let DeepSpeed use this run's process groups and the device's kind."""
     # DeepSpeed chooses between a CPU and a GPU when it is first imported.
     with _environment("DS_ACCELERATOR", device.type):
         import deepspeed
@@ -35,9 +27,8 @@ def begin(device: torch.device) -> None:
             f"DeepSpeed has chosen {chosen}, and the run computes on {device.type}: set DS_ACCELERATOR={device.type}"
         )
     # DeepSpeed calls functions of torch by names that torch has replaced.
-    warnings.filterwarnings(
-        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
-    )
+    deprecated = r"`torch\.distributed\.\w+` is deprecated"
+    warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
     # It would compile a kernel for inference with g++, and open shared memory, neither of which is used here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.comm.init_distributed(
@@ -73,7 +64,7 @@ def partition(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """A context in which a variable of the environment has a value. If it has one already, that one stays."""
+    """In this context, a variable of the environment has a value. If it has one already, that one stays."""
     there = name in os.environ
     os.environ.setdefault(name, value)
     try:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.config.option import value_of
 from lockstep.errors import InputError
+from lockstep.files import read_settings
 from lockstep.private_caches import expanded
 from lockstep.shards.settings import switch_off, switched_on
 
@@ -48,6 +49,14 @@ _NO_EFFECT_IN_ZERO = {
     "use_multi_rank_bucket_allreduce", "override_module_apply", "pipeline_loading_checkpoint",
     "log_trace_cache_warnings",
 }  # fmt: skip
+_KNOWN = {
+    "zero_optimization", "optimizer", "bf16", "torch_autocast", "gradient_accumulation_steps", "gradient_clipping",
+    "train_batch_size", "train_micro_batch_size_per_gpu",
+}  # fmt: skip
+_KNOWN_IN_ZERO = {
+    "stage", "offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory",
+}  # fmt: skip
+_KNOWN_IN_PARAMS = {"lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode"}
 # Names with the values that change nothing, and why others are refused. A section is refused unless it is empty or
 # switched off.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -99,25 +108,18 @@ class ZeroSettings:
 
     @property
     def shards(self) -> bool:
-        """Whether models are sharded (stage 3).
-
-        With the other stages each rank holds whole models and a whole optimizer.
-        """
+        """Whether models are sharded (stage 3). Otherwise each rank holds whole models and a whole optimizer."""
         return _stage(self.found) == 3
 
     @property
     def saves_less(self) -> str:
-        """What to say about a stage that spreads the optimizer over ranks (1 and 2): it is whole here.
-
-        Empty: nothing.
-        """
+        """What to say about a stage that spreads the optimizer over ranks (1 and 2), which is whole here; or empty."""
         stage = _stage(self.found)
         if stage not in (1, 2):
             return ""
         return (
-            f"zero_optimization.stage={stage} ({self.source}) spreads the optimizer over ranks. Here every "
-            f"rank holds it "
-            "whole: the results are the same, and the memory is that of stage 0. To save memory, use stage 3"
+            f"zero_optimization.stage={stage} ({self.source}) spreads the optimizer over ranks. Here every rank holds "
+            "it whole: the results are the same, and the memory is that of stage 0. To save memory, use stage 3"
         )
 
     @property
@@ -128,21 +130,14 @@ class ZeroSettings:
         return ZeroWeights
 
     def check_values(self, fields: RunFields) -> None:
-        """Compare the configuration with the run's fields. "auto" stands for the field's value.
-
-        Raises:
-            InputError: a value differs from the run's own. The error names both.
-        """
+        """Refuse a value that differs from the run's field. "auto" stands for the field's value."""
         micro, steps = fields.per_device_train_batch_size, fields.gradient_accumulation_steps
+        whole = micro * steps * fields.world_size
         optimizer = value_of(fields.optim)
         for name, due, field in (
             ("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size"),
             ("gradient_accumulation_steps", steps, "gradient_accumulation_steps"),
-            (
-                "train_batch_size",
-                micro * steps * fields.world_size,
-                "per_device_train_batch_size × steps × processes",
-            ),
+            ("train_batch_size", whole, "per_device_train_batch_size × steps × processes"),
             ("gradient_clipping", fields.max_grad_norm, "max_grad_norm"),
             ("bf16.enabled", bool(fields.bf16), "bf16"),
             ("torch_autocast.enabled", bool(fields.bf16), "bf16"),
@@ -158,9 +153,8 @@ class ZeroSettings:
                     f'write "auto" for {name}'
                 )
         if "optimizer" in self.found and not optimizer.startswith("adamw_torch"):
-            raise InputError(
-                f"{self.source} asks for AdamW, and optim is {optimizer}; leave one of the two out"
-            )
+            found = f"{self.source} asks for AdamW, and optim is {optimizer}"
+            raise InputError(f"{found}; leave one of the two out")
 
 
 def take_zero_settings(deepspeed: Any, environment: MutableMapping[str, str]) -> ZeroSettings | None:
@@ -190,11 +184,7 @@ def take_zero_settings(deepspeed: Any, environment: MutableMapping[str, str]) ->
 
 
 def check_installed() -> None:
-    """Check that DeepSpeed is there, without importing it. Another version than the tested one gets a warning.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """Refuse a run without DeepSpeed, which is not imported; warn of another version than the tested one."""
     try:
         found = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
@@ -211,9 +201,7 @@ def _read(given: Any) -> dict[str, Any]:
         return dict(given)
     text = str(given)
     try:
-        found = json.loads(
-            text if text.lstrip().startswith("{") else expanded(text).read_text(encoding="utf-8")
-        )
+        found = json.loads(text if text.lstrip().startswith("{") else read_settings(expanded(text)))
     except (OSError, ValueError) as error:
         raise InputError(f"deepspeed={text[:200]} cannot be read: {error}") from error
     if not isinstance(found, dict):
@@ -251,9 +239,8 @@ def _check(found: dict[str, Any], source: str) -> None:
     for part in ("param", "optimizer"):
         device = _section(zero, f"offload_{part}", source).get("device")
         if str(device).lower() not in ("none", ""):
-            raise InputError(
-                f"zero_optimization.offload_{part}.device={device} is not supported ({source}): {_ALONE}"
-            )
+            name = f"zero_optimization.offload_{part}.device={device}"
+            raise InputError(f"{name} is not supported ({source}): {_ALONE}")
     for old in ("cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory"):
         if zero.get(old):
             raise InputError(f"zero_optimization.{old}={zero[old]} is not supported ({source}): {_ALONE}")
@@ -266,52 +253,28 @@ def _check(found: dict[str, Any], source: str) -> None:
     if optimizer and str(optimizer.get("type")).lower() != "adamw":
         raise InputError(
             f"optimizer.type={optimizer.get('type')} is not supported ({source}): use AdamW, or leave the "
-            f"optimizer out and "
-            "set optim"
+            "optimizer out and set optim"
         )
     _check_names(found, zero, optimizer, source)
 
 
 def _check_names(found: dict[str, Any], zero: dict[str, Any], optimizer: dict[str, Any], source: str) -> None:
-    known = {name.partition(".")[0] for name in _REFUSED} | _NO_EFFECT
-    known |= {
-        "zero_optimization",
-        "optimizer",
-        "bf16",
-        "torch_autocast",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-    }
-    known |= {"train_batch_size", "train_micro_batch_size_per_gpu"}
-    in_zero = {
-        name.partition(".")[2] for name in _REFUSED if name.startswith("zero_optimization.")
-    } | _NO_EFFECT_IN_ZERO
-    in_zero |= {
-        "stage",
-        "offload_param",
-        "offload_optimizer",
-        "cpu_offload",
-        "cpu_offload_params",
-        "cpu_offload_use_pin_memory",
-    }
     parameters = _section(optimizer, "params", source)
-    odd = [name for name in found if name not in known]
-    odd += [f"zero_optimization.{name}" for name in zero if name not in in_zero]
-    odd += [f"optimizer.{name}" for name in optimizer if name not in ("type", "params", "legacy_fusion")]
-    odd += [
-        f"optimizer.params.{name}"
-        for name in parameters
-        if name not in ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode")
-    ]
+    refused = [name.partition(".") for name in _REFUSED]
+    in_zero = {name for section, _, name in refused if section == "zero_optimization"}
+    odd = _odd(found, _KNOWN | _NO_EFFECT | {section for section, *_ in refused})
+    odd += _odd(zero, _KNOWN_IN_ZERO | _NO_EFFECT_IN_ZERO | in_zero, "zero_optimization.")
+    odd += _odd(optimizer, {"type", "params", "legacy_fusion"}, "optimizer.")
+    odd += _odd(parameters, _KNOWN_IN_PARAMS, "optimizer.params.")
     if parameters.get("adam_w_mode") is False:
         odd.append("optimizer.params.adam_w_mode=false")
-    odd += [
-        f"bf16.{name}"
-        for name in _section(found, "bf16", source)
-        if name not in ("enabled", "immediate_grad_update")
-    ]
+    odd += _odd(_section(found, "bf16", source), {"enabled", "immediate_grad_update"}, "bf16.")
     if odd:
         raise InputError(f"{odd[0]} is not supported ({source}); leave it out (docs/guides/deepspeed.md)")
+
+
+def _odd(section: Mapping[str, Any], known: Set[str], prefix: str = "") -> list[str]:
+    return [prefix + name for name in section if name not in known]
 
 
 def _stage(found: Mapping[str, Any]) -> Any:

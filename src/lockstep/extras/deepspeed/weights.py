@@ -1,5 +1,4 @@
-"""Weights that DeepSpeed ZeRO-3 partitions: gathered per layer, freed after its forward, gathered again for its
-backward.
+"""Weights that DeepSpeed ZeRO-3 partitions. Each layer's are gathered for its forward, and again for its backward.
 
 The rest of Lockstep sees a parameter as a `DTensor` of the rows that FSDP2 would give this rank. Its memory is
 DeepSpeed's own partition. An optimizer, a checkpoint or a proof that uses the `DTensor` therefore uses the partition.
@@ -51,9 +50,8 @@ class _Weight:
         stride = torch.empty(shape, device="meta").stride()
         spread = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
         self.part = torch.nn.Parameter(spread, requires_grad=parameter.requires_grad)
-        self.whole = torch.nn.Parameter(
-            torch.empty(shape, dtype=dtype, device=local.device), requires_grad=False
-        )
+        whole = torch.empty(shape, dtype=dtype, device=local.device)
+        self.whole = torch.nn.Parameter(whole, requires_grad=False)
         self.source, self.places = source, places
         if dtype != parameter.dtype:
             deepspeed_parts.send_as(source, dtype)
@@ -89,10 +87,7 @@ class _Weight:
         return deepspeed_parts.part_of(self.source).numel()
 
     def take_gradient(self, summands: torch.Tensor) -> None:
-        """Move what this rank's backward has added to (ranks, elements) zeros.
-
-        A tensor without a gradient adds nothing.
-        """
+        """Move what this rank's backward has added, if it has, to (ranks, elements) zeros."""
         gradient, self.whole.grad = self.whole.grad, None
         if gradient is not None:
             for summand, part in zip(summands, gradient.flatten().split(self.elements), strict=False):
@@ -103,14 +98,9 @@ class _Weight:
         local = local_part(self.part)
         reduced = reduced.to(local.dtype)[: local.numel()].view_as(local)
         if self.part.grad is None:
-            self.part.grad = DTensor.from_local(
-                reduced.clone(),
-                self.part.device_mesh,  # type: ignore[attr-defined]
-                [Shard(0)],
-                run_check=False,
-                shape=self.part.shape,
-                stride=self.part.stride(),
-            )
+            part: Any = self.part
+            like = {"run_check": False, "shape": part.shape, "stride": part.stride()}
+            part.grad = DTensor.from_local(reduced.clone(), part.device_mesh, [Shard(0)], **like)
         else:
             local_part(self.part.grad).add_(reduced)
 
@@ -177,14 +167,8 @@ class _AfterBackward(torch.autograd.Function):
 class ZeroWeights:
     """The weights of a model in groups: the model's own is group 0, and each decoder layer has one.
 
-    Group 0 stays whole from a forward to the end of its backward.
-
-    Args:
-        model: the whole model. Its parameters become `DTensor`s, on `device`.
-        layers: its decoder layers.
-        passes: of this run.
-        device: the device of this rank.
-        autocast: dtype of the forward's autocast; None: there is none.
+    Group 0 stays whole from a forward to the end of its backward. The parameters of the whole model that is given
+    become `DTensor`s, on `device`. `autocast` is the dtype of the forward's autocast.
     """
 
     title = "DeepSpeed ZeRO-3"
@@ -231,10 +215,9 @@ class ZeroWeights:
         self._groups[group].gather()
 
     def run(self, forward: Callable[[], list[torch.Tensor | None]]) -> None:
-        """Compute a forward of the model. The weights are gathered around it, and around its backward.
+        """Compute a forward, with the weights gathered for it and its backward.
 
-        Args:
-            forward: returns the tensors through which a backward may begin.
+        It returns the tensors through which a backward may begin.
         """
         self._groups[0].gather()
         for tensor in forward():
@@ -302,11 +285,7 @@ def _shard(
     device: torch.device,
     cast: torch.dtype | None,
 ) -> list[_Weight]:
-    """Partition the parameters of a group. Their whole tensors are no longer in the model.
-
-    Args:
-        cast: dtype in which they are gathered; None: their own.
-    """
+    """Partition the parameters of a group, which leave the model. They are gathered in dtype `cast`, or their own."""
     if not found:
         return []
     sources = deepspeed_parts.partition([_padded(p, mesh.size(), device) for p, _ in found], mesh.get_group())
@@ -316,17 +295,12 @@ def _shard(
 def _apply_to_buffers(
     model: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> torch.nn.Module:
-    """`Module._apply` of a sharded model, for `model.to(…)`: the weights are on their device already.
-
-    Raises:
-        LockstepError: the weights would get another dtype or device.
-    """
+    """`Module._apply` of a sharded model, for `model.to(…)`: the weights are on their device already."""
+    why = "the weights of a model that DeepSpeed shards cannot get another dtype or device"
     for p in model.parameters():
         probe = torch.empty(0, dtype=p.dtype, device=p.device)
         if (changed := change(probe)).dtype != probe.dtype or changed.device.type != probe.device.type:
-            raise LockstepError(
-                "the weights of a model that DeepSpeed shards cannot get another dtype or device"
-            )
+            raise LockstepError(why)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 
-from lockstep.contract.adapters import AdapterLimits, UsedAdapter
+from lockstep.contract.adapters import AdapterLimits, NoAdapters, UsedAdapter
 from lockstep.contract.probe import decode_floats
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.servers.calls import ServerCalls
@@ -280,9 +280,10 @@ class ServerAdapters:
             self._transport = None
         self._adapter_calls = [AdapterCalls(server) for server in self._servers.all]
 
-    def name_as(self, other: ServerAdapters) -> None:
+    def name_as(self, other: ServerAdapters | NoAdapters) -> None:
         """Give the next push the name of another engine's last one: its requests then find their adapter here."""
-        self._session, self._pushes = other._session, other._pushes - 1
+        if isinstance(other, ServerAdapters):
+            self._session, self._pushes = other._session, other._pushes - 1
 
     def close(self) -> None:
         """Remove this run's adapters from the servers, if they answer, and release the transport."""

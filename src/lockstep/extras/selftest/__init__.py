@@ -1,3 +1,1 @@
-"""`lockstep verify --self-test`: known faults of this field, injected into the real code, to see which proof catches
-each.
-"""
+"""`lockstep verify --self-test`: injects known faults into the real code, to see which proof catches each."""

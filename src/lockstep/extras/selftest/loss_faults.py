@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -92,10 +91,8 @@ def scored_become(change: Callable[[RolloutGroup], RolloutGroup]) -> Callable[[S
 
 def next_text(group: RolloutGroup) -> RolloutGroup:
     texts = [r.text for r in group.rollouts]
-    moved = [*texts[1:], texts[0]]
-    return replace(
-        group, rollouts=tuple(replace(r, text=t) for r, t in zip(group.rollouts, moved, strict=True))
-    )
+    pairs = zip(group.rollouts, [*texts[1:], texts[0]], strict=True)
+    return replace(group, rollouts=tuple(replace(rollout, text=text) for rollout, text in pairs))
 
 
 def other_row(group: RolloutGroup) -> RolloutGroup:
@@ -109,20 +106,17 @@ def _scores_become(change: Callable[[list[Any]], list[Any]]) -> Callable[[Stage]
         real = rewards._checked
         # A stage may have spent its time for asking.
         stage.trainer.watch.asked_again.forget()
-        return patch.object(
-            rewards, "_checked", lambda name, answer, count: change(real(name, answer, count))
-        )
+        return patch.object(rewards, "_checked", lambda *given: change(real(*given)))
 
     return inject
 
 
 @contextmanager
 def _divided_twice(stage: Stage) -> Iterator[None]:
-    real, hooks = stage.trainer.accelerator.backward, stage.trainer.watch.hooks
+    accelerator, hooks = stage.trainer.accelerator, stage.trainer.watch.hooks
+    real = accelerator.backward
     try:
-        with patch.object(
-            stage.trainer.accelerator, "backward", lambda loss, **kwargs: real(loss / 2, **kwargs)
-        ):
+        with patch.object(accelerator, "backward", lambda loss, **kwargs: real(loss / 2, **kwargs)):
             # The backward counts as one that was there when training began.
             hooks.note()
             yield
@@ -130,7 +124,7 @@ def _divided_twice(stage: Stage) -> Iterator[None]:
         hooks.note()
 
 
-def _only(places: Callable[[int], slice]) -> Callable[[TokenBatch], TokenBatch]:
+def _only(places: Callable[[int], slice]) -> Callable[[Stage], Patch]:
     """Only some tokens of each completion have a gradient."""
 
     def change(batch: TokenBatch) -> TokenBatch:
@@ -141,7 +135,7 @@ def _only(places: Callable[[int], slice]) -> Callable[[TokenBatch], TokenBatch]:
             start += length
         return replace(batch, logps=batch.logps * keeps + batch.logps.detach() * (1 - keeps))
 
-    return change
+    return _batches_become(change)
 
 
 def _forgotten_ratio(batch: TokenBatch) -> TokenBatch:
@@ -157,11 +151,8 @@ def _unclipped(stage: Stage) -> AbstractContextManager[Any]:
     return patch.object(methods, "clipped_policy_loss", loss)
 
 
-def _weights_of(change: Callable[[TrainingSequence], TrainingSequence]) -> Callable[[Stage], Patch]:
-    def changed(generation: Generation) -> Generation:
-        return generation.changed(change)
-
-    return lambda stage: generations_become(changed)
+def _weight_doubled(stage: Stage) -> Patch:
+    return generations_become(lambda found: found.changed(lambda s: replace(s, weight=2 * s.weight)))
 
 
 def _rotated(rewards: Groups, right: Groups) -> Groups:
@@ -181,17 +172,15 @@ LOSS_FAULTS = (
     Fault("R2", "all advantages with the wrong sign", _advantages_become(_signs)),
     Fault("R3", "one group's advantages with the wrong sign", _advantages_become(_one_sign)),
     Fault("R4", "the mean of the batch in place of the group's", _advantages_become(_other_mean)),
-    Fault("R5", "the weight of a token doubled", _weights_of(lambda s: replace(s, weight=2 * s.weight))),
+    Fault("R5", "the weight of a token doubled", _weight_doubled),
     Fault("R6", "the text of the next completion", scored_become(next_text)),
     Fault("R7", "the columns of another row", scored_become(other_row)),
     Fault("R8", "the scores of the next completion", _scores_become(lambda scores: [*scores[1:], scores[0]])),
     Fault("R9", "all scores of a generation in reverse order", _scores_become(lambda scores: scores[::-1])),
     Fault("G1", "the loss times four", _losses_become(lambda loss, batch: 4 * loss)),
     Fault("G2", "the loss divided twice", _divided_twice),
-    Fault(
-        "G3", "only the last token of a completion learns", _batches_become(_only(lambda n: slice(n - 1, n)))
-    ),
-    Fault("G4", "every second token learns", _batches_become(_only(lambda n: slice(0, n, 2)))),
+    Fault("G3", "only the last token of a completion learns", _only(lambda n: slice(n - 1, n))),
+    Fault("G4", "every second token learns", _only(lambda n: slice(0, n, 2))),
     Fault("G5", "old log-probs off by 0.3", _batches_become(_forgotten_ratio)),
     Fault("G6", "nothing is clipped, of ratios that are too large", _unclipped),
 )
@@ -219,9 +208,8 @@ def _hotter(stage: Stage) -> Patch:
     real = updating.score_pack
 
     def scored(model: Any, pack: Pack, temperature: float, *more: Any, **named: Any) -> Any:
-        return real(
-            model, pack, 1.5 * temperature if torch.is_grad_enabled() else temperature, *more, **named
-        )
+        times = 1.5 if torch.is_grad_enabled() else 1.0
+        return real(model, pack, times * temperature, *more, **named)
 
     return patch.object(updating, "score_pack", scored)
 
@@ -231,9 +219,10 @@ def _other_prompt(stage: Stage) -> Patch:
 
 
 def _old_off(stage: Stage) -> Patch:
-    return _learned_become(
-        lambda s: replace(s, old_logps=s.old_logps - 0.3) if s.old_logps is not None else s
-    )
+    def off(s: TrainingSequence) -> TrainingSequence:
+        return s if s.old_logps is None else replace(s, old_logps=s.old_logps - 0.3)
+
+    return _learned_become(off)
 
 
 def _old_forgotten(stage: Stage) -> Patch:
@@ -292,16 +281,13 @@ def _next_tokens(stage: Stage) -> Patch:
 
 
 def _needs_old(stage: Stage) -> str:
-    return "one step per generation: the loss uses the log-probs of its own forward" if _single(stage) else ""
+    why = "one step per generation: the loss uses the log-probs of its own forward"
+    return why if stage.config.single_update else ""
 
 
 def _needs_parts(stage: Stage) -> str:
     config = stage.config
     return "" if config.parts_per_generation * config.world_size > 1 else "a generation is one micro-batch"
-
-
-def _single(stage: Stage) -> bool:
-    return stage.config.single_update
 
 
 LEARNED_FAULTS = (
@@ -323,9 +309,8 @@ def _modules(stage: Stage, *names: str) -> list[torch.nn.Module]:
 
 
 def _needs(*names: str) -> Callable[[Stage], str]:
-    return lambda stage: (
-        "" if _modules(stage, *names) else f"no module of the model is called {' or '.join(names)}"
-    )
+    why = f"no module of the model is called {' or '.join(names)}"
+    return lambda stage: "" if _modules(stage, *names) else why
 
 
 @contextmanager
@@ -338,20 +323,14 @@ def _hooked(handles: list[Handle]) -> Iterator[None]:
 
 
 def _keys_detached(stage: Stage) -> Patch:
-    return _hooked(
-        [
-            m.register_forward_hook(lambda m, given, made: made.detach())
-            for m in _modules(stage, "k_proj", "v_proj")
-        ]
-    )
+    modules = _modules(stage, "k_proj", "v_proj")
+    return _hooked([m.register_forward_hook(lambda m, given, made: made.detach()) for m in modules])
 
 
 def _without_normaliser(stage: Stage) -> Patch:
     """The gradient of the chosen logit is right; that of the softmax's sum is left out."""
 
-    def backward(
-        ctx: Any, of_chosen: torch.Tensor | None, of_entropy: torch.Tensor | None
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, of_chosen: torch.Tensor | None, of_entropy: Any) -> tuple[Any, ...]:
         probabilities, _, rows, targets = ctx.saved_tensors
         gradient = torch.zeros_like(probabilities)
         if of_chosen is not None:
@@ -420,22 +399,26 @@ def _fault(id: str, what: str, inject: Callable[[Stage], Patch], needs: Callable
     def at_the_first_step(stage: Stage) -> Iterator[None]:
         # A check sees a drawn direction, in which a fault may by chance be small. Here every step has one.
         stage.trainer.watch.model_gradient.forget()
-        with _taken(stage, inject):
+        with _taken(inject)(stage):
             yield
 
     return Fault(id, what, at_the_first_step, needs)
 
 
-@contextmanager
-def _taken(stage: Stage, inject: Callable[[Stage], Patch]) -> Iterator[None]:
-    """A context with a fault whose hooks and functions are noted, so that no other proof stops the run for them."""
-    hooks = stage.trainer.watch.hooks
-    try:
-        with patch.object(model_gradient, "EVERY", 1), inject(stage):
+def _taken(inject: Callable[[Stage], Patch]) -> Callable[[Stage], Patch]:
+    """The fault, with its hooks and functions noted, so that no other proof stops the run for them."""
+
+    @contextmanager
+    def noted(stage: Stage) -> Iterator[None]:
+        hooks = stage.trainer.watch.hooks
+        try:
+            with patch.object(model_gradient, "EVERY", 1), inject(stage):
+                hooks.note()
+                yield
+        finally:
             hooks.note()
-            yield
-    finally:
-        hooks.note()
+
+    return noted
 
 
 BACKWARD_FAULTS = (
@@ -444,12 +427,6 @@ BACKWARD_FAULTS = (
     _fault("B3", "half of the gradient of attention", _attention_halved, _needs("o_proj")),
     _fault("B4", "no gradient in the weights of one layer", _layer_zeroed, lambda stage: ""),
     Fault("B5", "a hook reverses all gradients, from a later step on", _parameters_reversed),
-    Fault(
-        "B6",
-        "the gradient of all layers is reversed, from a later step on",
-        partial(_taken, inject=_trunk_reversed),
-    ),
-    Fault(
-        "B7", "a backward reverses .grad, from a later step on", partial(_taken, inject=_gradients_reversed)
-    ),
+    Fault("B6", "the gradient of all layers is reversed, from a later step on", _taken(_trunk_reversed)),
+    Fault("B7", "a backward reverses .grad, from a later step on", _taken(_gradients_reversed)),
 )

@@ -19,16 +19,11 @@ import torch
 
 import lockstep.learn.update as updating
 import lockstep.rollouts.driver as collecting
-from lockstep.contract.protocol import Completion, GenerationRequest
+from lockstep.contract.protocol import Completion
 from lockstep.definitions.optimizer import optimizer_fields
 from lockstep.errors import InputError
-from lockstep.extras.selftest.seams import (
-    Fault,
-    Patch,
-    answers_become,
-    at_temperature_one,
-    generations_become,
-)
+from lockstep.extras.selftest import seams
+from lockstep.extras.selftest.seams import Fault, Patch
 from lockstep.extras.verify.stage import Stage
 from lockstep.learn.generation import Generation
 from lockstep.learn.sequence import TrainingSequence
@@ -183,15 +178,14 @@ def _made_with(**settings: Any) -> Callable[[Stage], Patch]:
 @contextmanager
 def _all_decay(stage: Stage) -> Iterator[None]:
     """The user asks for a weight decay of 0.1. Norms and biases have one too."""
-    trainer = stage.trainer
+
+    def names(model: torch.nn.Module) -> list[str]:
+        return [name for name, _ in model.named_parameters()]
+
+    trainer, asked = stage.trainer, optimizer_fields({**vars(stage.config), "weight_decay": 0.1})
     with (
         patch.object(trainer.args, "weight_decay", 0.1),
-        patch.object(
-            trainer, "optimizer_fields", optimizer_fields({**vars(stage.config), "weight_decay": 0.1})
-        ),
-        patch.object(
-            trainer, "get_decay_parameter_names", lambda model: [name for name, _ in model.named_parameters()]
-        ),
+        patch.multiple(trainer, optimizer_fields=asked, get_decay_parameter_names=names),
     ):
         yield
 
@@ -274,11 +268,11 @@ def _mean_of_parts(generation: Generation, share: float) -> Generation:
 
 
 def _summed(stage: Stage) -> Patch:
-    return generations_become(lambda generation: _mean_of_parts(generation, 1.0))
+    return seams.generations_become(lambda generation: _mean_of_parts(generation, 1.0))
 
 
 def _averaged(stage: Stage) -> Patch:
-    return generations_become(lambda g: _mean_of_parts(g, 1.0 / len(g.micro_batches)))
+    return seams.generations_become(lambda g: _mean_of_parts(g, 1.0 / len(g.micro_batches)))
 
 
 def _attends_to_others(stage: Stage) -> Patch:
@@ -299,11 +293,11 @@ def _needs_tree(stage: Stage) -> str:
 
 
 def _guessed_reason(stage: Stage) -> Patch:
-    def guessed(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
-        end = stage.tokenizer.eos_token_id
-        return [replace(a, finish_reason="stop" if a.token_ids[-1] == end else "length") for a in answers]
+    def guessed(answer: Completion) -> Completion:
+        ended = answer.token_ids[-1] == stage.tokenizer.eos_token_id
+        return replace(answer, finish_reason="stop" if ended else "length")
 
-    return answers_become(stage, guessed)
+    return seams.each_answer_becomes(stage, guessed)
 
 
 def _one_seed(stage: Stage) -> Patch:
@@ -312,13 +306,12 @@ def _one_seed(stage: Stage) -> Patch:
 
 def _long_ones_dropped(stage: Stage) -> Patch:
     def dropped(generation: Generation) -> Generation:
-        longest = max(s.length for batch in generation.micro_batches for s in batch)
-        batches = tuple(
-            tuple(s for s in batch if s.length < longest) or batch[:1] for batch in generation.micro_batches
-        )
-        return replace(generation, micro_batches=batches)
+        batches = generation.micro_batches
+        longest = max(s.length for batch in batches for s in batch)
+        shorter = tuple(tuple(s for s in batch if s.length < longest) or batch[:1] for batch in batches)
+        return replace(generation, micro_batches=shorter)
 
-    return generations_become(dropped)
+    return seams.generations_become(dropped)
 
 
 STEP_FAULTS = (
@@ -327,9 +320,7 @@ STEP_FAULTS = (
     Fault("A3", "tokens attend to padding and to other rows", _attends_to_others, needs=_needs_tree),
     Fault("A4", "truncation guessed from the last token", _guessed_reason, check="finish reasons"),
     Fault(
-        "A5",
-        "one seed for all requests: a group of equal completions",
-        lambda s: at_temperature_one(s, _one_seed),
+        "A5", "one seed for all requests: a group of equal completions", seams.at_temperature_one(_one_seed)
     ),
     Fault("A6", "long rollouts left out of the step", _long_ones_dropped),
 )

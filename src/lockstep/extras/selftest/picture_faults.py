@@ -7,7 +7,7 @@ before anything is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from PIL import Image
 
 import lockstep.images.packs as packs_module
 from lockstep.contract.protocol import Completion, GenerationRequest
-from lockstep.extras.selftest.seams import Fault, Patch, answers_become, is_vllm, requests_become
+from lockstep.extras.selftest.seams import Fault, Patch, each_answer_becomes, each_request_becomes, is_vllm
 from lockstep.extras.verify.stage import Stage
 from lockstep.images.packs import PackPictures
 from lockstep.images.pictures import Picture, PromptPictures
@@ -46,27 +46,21 @@ class Disguised(Picture):
 
 
 def disguised(picture: Picture, true: Picture) -> Disguised:
-    """The picture under the digest of another one."""
     return Disguised(picture.pixel_values, picture.grid, picture.tokens, true=true)
 
 
 def _engine_sees(stage: Stage, other: Callable[[PromptPictures, str], Pictures]) -> Patch:
-    """The engine sees other pictures under the digests of the true ones.
-
-    Args:
-        other: gives the other pictures from the true ones and the name of the prompt.
-    """
+    """Under the digests of a prompt's pictures, the engine sees what `other` gives for them and the prompt's name."""
 
     def changed(request: GenerationRequest) -> GenerationRequest:
         shown = request.pictures
-        if shown is None:
+        if not shown:
             return request
         seen = zip(other(shown, request.key.prompt_id), shown.pictures, strict=True)
-        return replace(
-            request, pictures=replace(shown, pictures=tuple(disguised(p, true) for p, true in seen))
-        )
+        disguises = tuple(disguised(picture, true) for picture, true in seen)
+        return replace(request, pictures=replace(shown, pictures=disguises))
 
-    return requests_become(stage, lambda requests: [changed(r) for r in requests])
+    return each_request_becomes(stage, changed)
 
 
 def _another_rows(stage: Stage) -> Patch:
@@ -84,11 +78,8 @@ def _same_size(stage: Stage) -> Patch:
 
 
 def _another_resize(stage: Stage) -> Patch:
-    """The engine's pictures are those of the data, which were made smaller and larger again before they were
-    processed.
-    """
+    """The pictures of the data were made smaller, and larger again, before they were processed for the engine."""
     reader = stage.trainer.source.reader
-    assert reader is not None
 
     def coarse(image: Image.Image) -> Image.Image:
         width, height = image.size
@@ -97,10 +88,8 @@ def _another_resize(stage: Stage) -> Patch:
 
     seen: dict[str, Pictures] = {}
     for prompt in stage.prompts:
-        _, shown = reader.read(
-            {"prompt": prompt.source, "images": [coarse(image) for image in prompt.columns["images"]]}
-        )
-        assert shown is not None
+        images = [coarse(image) for image in prompt.columns["images"]]
+        _, shown = reader.read({"prompt": prompt.source, "images": images})
         seen[prompt.prompt_id] = shown.pictures
     return _engine_sees(stage, lambda true, name: seen[name])
 
@@ -119,7 +108,7 @@ def _expanded_twice(stage: Stage) -> Patch:
         ids = whole_numbers(np.repeat(request.prompt_ids, repeats)[: len(request.prompt_ids)])
         return replace(request, prompt_ids=ids)
 
-    return requests_become(stage, lambda requests: [twice(r) for r in requests])
+    return each_request_becomes(stage, twice)
 
 
 def _left_out(stage: Stage) -> Patch:
@@ -137,17 +126,13 @@ def _in_one_dimension(stage: Stage) -> Patch:
 
 
 def _placeholder_sampled(stage: Stage) -> Patch:
-    def sampled(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
-        def changed(answer: Completion) -> Completion:
-            if not answer.pictures:
-                return answer
-            return replace(
-                answer, token_ids=whole_numbers([answer.pictures.placeholder, *answer.token_ids[1:]])
-            )
+    def sampled(answer: Completion) -> Completion:
+        if not answer.pictures:
+            return answer
+        ids = whole_numbers([answer.pictures.placeholder, *answer.token_ids[1:]])
+        return replace(answer, token_ids=ids)
 
-        return [changed(answer) for answer in answers]
-
-    return answers_become(stage, sampled)
+    return each_answer_becomes(stage, sampled)
 
 
 def _cache_kept(stage: Stage) -> Patch:
@@ -164,13 +149,10 @@ def _has_axes(stage: Stage) -> str:
     return "" if known and known[0] is not None else "this model counts the parts of a picture as any text"
 
 
+_COUNTED = _only_vllm("the model's own forward counts its placeholders")
+_NOT_KEPT = _only_vllm("this engine keeps no pictures")
 PICTURE_FAULTS = (
-    Fault(
-        "T3",
-        "placeholders of pictures repeated twice",
-        _expanded_twice,
-        _only_vllm("the model's own forward counts its placeholders"),
-    ),
+    Fault("T3", "placeholders of pictures repeated twice", _expanded_twice, _COUNTED),
     Fault("T3b", "the engine sees the pictures of another row", _another_rows),
     Fault("T3c", "the engine sees other pictures of the same size", _same_size),
     Fault("T3d", "the engine's pictures were resized in another way", _another_resize),
@@ -178,10 +160,5 @@ PICTURE_FAULTS = (
     Fault("T3f", "the trainer leaves the pixels out", _left_out),
     Fault("T3g", "the trainer counts the parts of a picture in one dimension", _in_one_dimension, _has_axes),
     Fault("T3h", "a placeholder of pictures is sampled", _placeholder_sampled),
-    Fault(
-        "W6b",
-        "pictures computed from older weights outlive a push",
-        _cache_kept,
-        _only_vllm("this engine keeps no pictures"),
-    ),
+    Fault("W6b", "pictures computed from older weights outlive a push", _cache_kept, _NOT_KEPT),
 )

@@ -28,15 +28,9 @@ import lockstep.rollouts.programs.tools as tools_module
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
+from lockstep.extras.selftest import seams
 from lockstep.extras.selftest.sampling_faults import samples_with
-from lockstep.extras.selftest.seams import (
-    Fault,
-    Patch,
-    answers_become,
-    generations_become,
-    is_vllm,
-    requests_become,
-)
+from lockstep.extras.selftest.seams import Answers, Fault, Patch, Requests, is_vllm
 from lockstep.extras.verify.stage import Stage
 from lockstep.images.prompts import PromptReader
 from lockstep.learn.generation import Generation
@@ -50,24 +44,23 @@ from lockstep.tokens.chat import end_ids, is_conversational
 from lockstep.tokens.extension import Continuation, Extension, Insert
 from lockstep.watch.plain_forward import completion_logps
 
-Requests = Sequence[GenerationRequest]
-Answers = list[Completion]
+
+def _prompts_become(change: Callable[[Stage, Ids], Ids]) -> Callable[[Stage], Patch]:
+    """The engine gets other prompts, where they fit."""
+
+    def inject(stage: Stage) -> Patch:
+        def changed(request: GenerationRequest) -> GenerationRequest:
+            ids = change(stage, request.prompt_ids)
+            fits = len(ids) + request.sampling.max_tokens <= stage.engine.settings().max_model_len
+            return replace(request, prompt_ids=ids) if fits else request
+
+        return seams.each_request_becomes(stage, changed)
+
+    return inject
 
 
-def _encoded_again(stage: Stage) -> Patch:
-    def again(request: GenerationRequest) -> GenerationRequest:
-        ids = stage.encoded_again(request.prompt_ids)
-        return replace(request, prompt_ids=ids) if _fits(stage, request, ids) else request
-
-    return requests_become(stage, lambda requests: [again(r) for r in requests])
-
-
-def _special_token_doubled(stage: Stage) -> Patch:
-    def doubled(request: GenerationRequest) -> GenerationRequest:
-        ids = joined([request.prompt_ids[:1], request.prompt_ids])
-        return replace(request, prompt_ids=ids) if _fits(stage, request, ids) else request
-
-    return requests_become(stage, lambda requests: [doubled(r) for r in requests])
+_encoded_again = _prompts_become(Stage.encoded_again)
+_special_token_doubled = _prompts_become(lambda stage, ids: joined([ids[:1], ids]))
 
 
 def _masked_by_value(stage: Stage) -> Patch:
@@ -86,27 +79,22 @@ def _masked_by_value(stage: Stage) -> Patch:
         batches = tuple(tuple(without_pad(s) for s in batch) for batch in generation.micro_batches)
         return replace(generation, micro_batches=batches)
 
-    return generations_become(masked)
+    return seams.generations_become(masked)
 
 
 def _flattened_twice(stage: Stage) -> Patch:
-    def flat(requests: Requests, answers: Answers) -> Answers:
-        return [
-            replace(
-                a,
-                token_ids=a.token_ids[i : i + 1],
-                logprobs=a.logprobs[i : i + 1],
-                weight_versions=a.weight_versions[:1],
-            )
-            for a in answers
-            for i in range(len(a.token_ids))
-        ]
+    def token(answer: Completion, i: int) -> Completion:
+        ids, logprobs = answer.token_ids[i : i + 1], answer.logprobs[i : i + 1]
+        return replace(answer, token_ids=ids, logprobs=logprobs, weight_versions=answer.weight_versions[:1])
 
-    return answers_become(stage, flat)
+    def flat(requests: Requests, answers: Answers) -> Answers:
+        return [token(answer, i) for answer in answers for i in range(len(answer.token_ids))]
+
+    return seams.answers_become(stage, flat)
 
 
 def _half_dropped(stage: Stage) -> Patch:
-    return answers_become(stage, lambda requests, answers: answers[::2])
+    return seams.answers_become(stage, lambda requests, answers: answers[::2])
 
 
 def across_prompts(stage: Stage) -> Patch:
@@ -117,14 +105,14 @@ def across_prompts(stage: Stage) -> Patch:
         moved = [*answers[1:], answers[0]]
         return [replace(m, key=a.key, prompt_ids=asked[a.key]) for a, m in zip(answers, moved, strict=True)]
 
-    return answers_become(stage, across)
+    return seams.answers_become(stage, across)
 
 
 def _another_ranks(stage: Stage) -> Patch:
-    def strangers(requests: Requests, answers: Answers) -> Answers:
-        return [replace(a, key=RequestKey(f"rank1/{a.key.prompt_id}", a.key.sample)) for a in answers]
+    def stranger(answer: Completion) -> Completion:
+        return replace(answer, key=RequestKey(f"rank1/{answer.key.prompt_id}", answer.key.sample))
 
-    return answers_become(stage, strangers)
+    return seams.each_answer_becomes(stage, stranger)
 
 
 def _the_call_before(stage: Stage) -> Patch:
@@ -135,19 +123,10 @@ def _the_call_before(stage: Stage) -> Patch:
         if not first:
             first.update({a.key: a for a in answers})
             return answers
-        return [
-            replace(
-                first.get(a.key, a),
-                weight_versions=np.repeat(a.weight_versions[:1], len(first.get(a.key, a).token_ids)),
-            )
-            for a in answers
-        ]
+        pairs = [(first.get(a.key, a), a.weight_versions[:1]) for a in answers]
+        return [replace(old, weight_versions=np.repeat(now, len(old.token_ids))) for old, now in pairs]
 
-    return answers_become(stage, earlier)
-
-
-def _fits(stage: Stage, request: GenerationRequest, ids: Ids) -> bool:
-    return len(ids) + request.sampling.max_tokens <= stage.engine.settings().max_model_len
+    return seams.answers_become(stage, earlier)
 
 
 TOKEN_FAULTS = (
@@ -187,9 +166,8 @@ class _Conversations:
             context = conversation.ids
             turn = await conversation.sample(_TURN)
             asked = [("number_of", {"rollout": str(conversation.key)})]
-            (result,) = await self._calls.run(
-                self._tools, asked, f"turn {number} of rollout {conversation.key}"
-            )
+            where = f"turn {number} of rollout {conversation.key}"
+            (result,) = await self._calls.run(self._tools, asked, where)
             new = [self._extension.error(result.text)]
             go_on(conversation, self._extension, messages, context, turn, new, self._reader)
             messages += [self._extension.read(turn.token_ids).message, *new]
@@ -260,24 +238,18 @@ def _no_closing_token(stage: Stage) -> Patch:
 
 
 def _inserted_as_sampled(stage: Stage) -> Patch:
-    """The first inserted id of a rollout is marked as sampled, with the probability 1 that inserted ids have in an
-    answer.
-    """
+    """The first inserted id of a rollout is marked as sampled. In an answer, inserted ids have the probability 1."""
     honest = Conversation.rollout
 
     def marked(self: Conversation) -> Rollout:
         found = honest(self)
-        return replace(found, completion=_one_more_sampled(found.completion))
+        if (sampled := found.completion.sampled) is None:
+            return found
+        more = sampled.copy()
+        more[np.argmin(more)] = True
+        return replace(found, completion=replace(found.completion, sampled=flags(more)))
 
     return patch.object(Conversation, "rollout", marked)
-
-
-def _one_more_sampled(completion: Completion) -> Completion:
-    if completion.sampled is None:
-        return completion
-    more = completion.sampled.copy()
-    more[np.argmin(more)] = True
-    return replace(completion, sampled=flags(more))
 
 
 def _inserted_is_trained(stage: Stage) -> Patch:
@@ -295,7 +267,7 @@ def _inserted_is_trained(stage: Stage) -> Patch:
         }
         return replace(sequence, sampled=flags(more), **values)
 
-    return generations_become(lambda generation: generation.changed(trained))
+    return seams.generations_become(lambda generation: generation.changed(trained))
 
 
 def _result_of_another(stage: Stage) -> Patch:
@@ -324,15 +296,11 @@ def _other_context(stage: Stage) -> Patch:
     """A further branch is scored after the prompt of the rollout."""
 
     def moved(generation: Generation) -> Generation:
-        prompts = {
-            str(c.key): r.completion.prompt_ids
-            for g in generation.groups
-            for r in g.rollouts
-            for c in r.further
-        }
+        rollouts = [rollout for group in generation.groups for rollout in group.rollouts]
+        prompts = {str(branch.key): r.completion.prompt_ids for r in rollouts for branch in r.further}
         return generation.changed(lambda s: replace(s, prompt_ids=prompts.get(s.name, s.prompt_ids)))
 
-    return generations_become(moved)
+    return seams.generations_become(moved)
 
 
 def _needs_messages(stage: Stage) -> str:
@@ -411,10 +379,10 @@ def _transformers_ignores() -> Patch:
 def _stripped(stage: Stage) -> Patch:
     ends = end_ids(stage.model, stage.tokenizer)
 
-    def without(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
-        return [_cut(a) if len(a.token_ids) > 1 and a.token_ids[-1] in ends else a for a in answers]
+    def without(answer: Completion) -> Completion:
+        return _cut(answer) if len(answer.token_ids) > 1 and answer.token_ids[-1] in ends else answer
 
-    return _ending(stage, answers_become(stage, without))
+    return _ending(stage, seams.each_answer_becomes(stage, without))
 
 
 def _cut(answer: Completion) -> Completion:
@@ -429,21 +397,19 @@ def _cut(answer: Completion) -> Completion:
 
 
 def halved(stage: Stage) -> Patch:
-    def halved(requests: list[GenerationRequest]) -> list[GenerationRequest]:
-        return [
-            replace(r, sampling=replace(r.sampling, max_tokens=max(r.sampling.max_tokens // 2, 1)))
-            for r in requests
-        ]
+    def half(request: GenerationRequest) -> GenerationRequest:
+        most = max(request.sampling.max_tokens // 2, 1)
+        return replace(request, sampling=replace(request.sampling, max_tokens=most))
 
-    return requests_become(stage, halved)
+    return seams.each_request_becomes(stage, half)
 
 
 def _shortened(stage: Stage) -> Patch:
-    def shortened(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
+    def shortened(requests: Requests, answers: Answers) -> Answers:
         longest = max(range(len(answers)), key=lambda i: len(answers[i].token_ids))
         return [_cut(a) if i == longest else a for i, a in enumerate(answers)]
 
-    return answers_become(stage, shortened)
+    return seams.answers_become(stage, shortened)
 
 
 def _needs_two_tokens(stage: Stage) -> str:

@@ -18,20 +18,11 @@ import transformers.integrations.sdpa_attention as sdpa
 import lockstep.engines.vllm.port.requests as vllm_requests
 import lockstep.learn.update as updating
 from lockstep.contract.protocol import GenerationRequest
+from lockstep.extras.selftest import seams
 from lockstep.extras.selftest.loss_faults import next_text, other_row, scored_become
 from lockstep.extras.selftest.rollout_faults import across_prompts, halved
 from lockstep.extras.selftest.sampling_faults import SAMPLED
-from lockstep.extras.selftest.seams import (
-    REACH,
-    Fault,
-    Patch,
-    at_temperature_one,
-    is_vllm,
-    requests_become,
-    user_asks,
-    vllm_worker,
-    weights_now,
-)
+from lockstep.extras.selftest.seams import REACH, Fault, Patch, is_vllm
 from lockstep.extras.verify.stage import Stage
 from lockstep.rollouts.group import Prompt, RolloutGroup
 
@@ -49,9 +40,7 @@ def _lost_by_both(asked: dict[str, Any], read: dict[str, Any]) -> Callable[[Stag
 
     @contextmanager
     def inject(stage: Stage) -> Iterator[None]:
-        with user_asks(stage, **asked), ExitStack() as stack:
-            for name, value in read.items():
-                stack.enter_context(patch.object(stage.config, name, value))
+        with seams.user_asks(stage, **asked), patch.multiple(stage.config, **read):
             yield
 
     return inject
@@ -67,16 +56,15 @@ def _other_temperature(change: Callable[[float], float]) -> Callable[[Stage], Pa
         def otherwise(model: Any, pack: Any, temperature: float, *rest: Any, **more: Any) -> Any:
             return real(model, pack, change(temperature), *rest, **more)
 
-        def changed(requests: list[GenerationRequest]) -> list[GenerationRequest]:
-            return [
-                replace(r, sampling=replace(r.sampling, temperature=change(r.sampling.temperature)))
-                for r in requests
-            ]
+        def changed(request: GenerationRequest) -> GenerationRequest:
+            temperature = change(request.sampling.temperature)
+            return replace(request, sampling=replace(request.sampling, temperature=temperature))
 
+        other_loss = patch.object(updating, "score_pack", otherwise)
         with (
-            user_asks(stage, temperature=_ASKED),
-            requests_become(stage, changed),
-            patch.object(updating, "score_pack", otherwise),
+            seams.user_asks(stage, temperature=_ASKED),
+            seams.each_request_becomes(stage, changed),
+            other_loss,
         ):
             yield
 
@@ -91,7 +79,7 @@ def _lost_on_the_way(stage: Stage) -> Iterator[None]:
     def losing(request: GenerationRequest) -> dict[str, Any]:
         return {**real(request), "temperature": 1.0}
 
-    with user_asks(stage, temperature=0.99), patch.object(vllm_requests, "sampling_fields", losing):
+    with seams.user_asks(stage, temperature=0.99), patch.object(vllm_requests, "sampling_fields", losing):
         yield
 
 
@@ -125,7 +113,12 @@ SETTING_FAULTS = (
         _lost_by_both({"stop_strings": ["zzz"]}, {"stop_strings": None}),
     ),
     Fault("S4g", "both sides lose top-p", _lost_by_both({"top_p": 0.5}, {"top_p": 1.0})),
-    Fault("S4h", "thinking is never interrupted", _lost_by_both(_THINKING, {}), needs=_needs_tokens),
+    Fault(
+        "S4h",
+        "thinking is never interrupted",
+        lambda stage: seams.user_asks(stage, **_THINKING),
+        needs=_needs_tokens,
+    ),
     Fault(
         "S4i",
         "both sides lose the reward weights",
@@ -140,7 +133,7 @@ _SAMPLES = 256
 
 def _rotations(stage: Stage) -> list[torch.Tensor]:
     """The tables or the frequencies of the engine's rotary embeddings."""
-    model = vllm_worker(stage).model_runner.model if is_vllm(stage) else stage.engine.model  # type: ignore[attr-defined]
+    model = seams.vllm_worker(stage).model_runner.model if is_vllm(stage) else stage.engine.model  # type: ignore[attr-defined]
     name = "cos_sin_cache" if is_vllm(stage) else "inv_freq"
     found = [tensor for module in model.modules() if (tensor := getattr(module, name, None)) is not None]
     return list({id(tensor): tensor for tensor in found}.values())
@@ -160,10 +153,7 @@ def _other_bases(stage: Stage) -> Iterator[None]:
 
 
 def _turned(table: torch.Tensor) -> torch.Tensor:
-    """A (positions, 2 × n) table of cosines and sines, for other frequencies.
-
-    Those of position 1 give the frequencies.
-    """
+    """A (positions, 2 × n) table of cosines and sines, for other frequencies than those that position 1 has."""
     cosines, sines = table[1].chunk(2)
     angles = torch.arange(len(table), device=table.device)[:, None] * torch.atan2(sines, cosines) ** 1.3
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
@@ -176,7 +166,7 @@ def _window(stage: Stage) -> Patch:
 
 @contextmanager
 def _vllm_window(stage: Stage) -> Iterator[None]:
-    context = vllm_worker(stage).model_runner.compilation_config.static_forward_context
+    context = seams.vllm_worker(stage).model_runner.compilation_config.static_forward_context
     with ExitStack() as stack:
         for layer in context.values():
             if hasattr(layer, "impl"):
@@ -210,15 +200,15 @@ def _transformers_window(stage: Stage) -> Patch:
 
 
 def _warmer(stage: Stage) -> Patch:
-    def warmer(requests: list[GenerationRequest]) -> list[GenerationRequest]:
-        return [replace(r, sampling=replace(r.sampling, temperature=2.0)) for r in requests]
+    def warmer(request: GenerationRequest) -> GenerationRequest:
+        return replace(request, sampling=replace(request.sampling, temperature=2.0))
 
-    return requests_become(stage, warmer)
+    return seams.each_request_becomes(stage, warmer)
 
 
 def _earlier_weights(stage: Stage) -> Patch:
     """Between the push and the first request, the engine loads its first weights again."""
-    first, serve = weights_now(stage), stage.engine.serve
+    first, serve = seams.weights_now(stage), stage.engine.serve
 
     def served(inbox: Any) -> None:
         version = stage.engine.version
@@ -268,7 +258,7 @@ def _fault(id: str, what: str, inject: Callable[[Stage], Patch], needs: Any = la
 EVALUATION_FAULTS = (
     _fault("E1", "the engine has other rotary bases", _other_bases, _needs_rotary),
     _fault("E1b", "the engine attends within a window", _window),
-    _fault("E1c", "the engine samples at another temperature", lambda s: at_temperature_one(s, _warmer)),
+    _fault("E1c", "the engine samples at another temperature", seams.at_temperature_one(_warmer)),
     _fault("E1d", "the engine samples with earlier weights", _earlier_weights),
     _fault("E1e", "completions are paired across prompts", across_prompts),
     _fault("E1f", "reward functions get the next completion's text", scored_become(next_text)),

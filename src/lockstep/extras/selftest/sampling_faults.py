@@ -12,7 +12,6 @@ their way.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
@@ -29,18 +28,8 @@ from lockstep.config.sampling import FilterFields, sampling_of
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.engines.vllm.port.engine import counts_of_second_runner, penalties_of_first_runner
-from lockstep.extras.selftest.seams import (
-    REACH,
-    Fault,
-    Patch,
-    answers_become,
-    at_temperature_one,
-    is_vllm,
-    needs_single,
-    requests_become,
-    user_asks,
-    vllm_worker,
-)
+from lockstep.extras.selftest import seams
+from lockstep.extras.selftest.seams import REACH, Answers, Fault, Patch, Requests, is_vllm
 from lockstep.extras.verify.stage import Stage
 from lockstep.learn.filters import IdRules
 from lockstep.tokens.arrays import KeptIds, Reals, joined_kept_ids, reals, small_ids, whole_numbers
@@ -48,13 +37,13 @@ from lockstep.tokens.chat import end_ids
 from lockstep.watch.plain_forward import sequence_logits
 
 
-@contextlib.contextmanager
+@contextmanager
 def _raw(stage: Stage) -> Iterator[None]:
     """The engine reports log-probs before the temperature, at a temperature that is not 1."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(user_asks(stage, temperature=0.7))
+    with ExitStack() as stack:
+        stack.enter_context(seams.user_asks(stage, temperature=0.7))
         if is_vllm(stage):
-            sampler = vllm_worker(stage).model_runner.sampler
+            sampler = seams.vllm_worker(stage).model_runner.sampler
             stack.enter_context(patch.object(sampler, "logprobs_mode", "raw_logprobs"))
             stack.enter_context(patch.object(sampler, "sample", REACH.of(sampler.sample)))
             if hasattr(sampler, "topk_topp_sampler"):
@@ -88,37 +77,27 @@ def _top_k_unasked(stage: Stage) -> Patch:
     return patch.object(transformers_engine, "processed_logprobs", filtered)
 
 
-def _first_becomes(stage: Stage, value: float) -> Patch:
-    def changed(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
+def _logprob_becomes(stage: Stage, value: float) -> Patch:
+    """One log-prob of the answers becomes a value."""
+
+    def changed(requests: Requests, answers: Answers) -> Answers:
         # The least likely token: a token that the model is sure of has a true log-prob near 0.
         unsure = min(answers, key=lambda a: float(a.logprobs.min()))
         logprobs = unsure.logprobs.copy()
         logprobs[unsure.logprobs.argmin()] = value
         return [replace(a, logprobs=logprobs) if a is unsure else a for a in answers]
 
-    return answers_become(stage, changed)
-
-
-def _missing(stage: Stage) -> Patch:
-    return _first_becomes(stage, float("nan"))
-
-
-def _default_value(stage: Stage) -> Patch:
-    return _first_becomes(stage, 0.0)
+    return seams.answers_become(stage, changed)
 
 
 def _top_one(stage: Stage) -> Patch:
     """The engine reports the most likely token's log-prob as the sampled token's."""
-    if not is_vllm(stage):
-
-        def top(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
-            return [replace(a, logprobs=_best(stage, a)) for a in answers]
-
-        return answers_become(stage, top)
-    return _first_of_vllms_list()
+    if is_vllm(stage):
+        return _first_of_vllms_list()
+    return seams.each_answer_becomes(stage, lambda answer: replace(answer, logprobs=_best(stage, answer)))
 
 
-@contextlib.contextmanager
+@contextmanager
 def _first_of_vllms_list() -> Iterator[None]:
     params, made = vllm_inprocess.sampling_params, vllm_inprocess.completion
 
@@ -139,14 +118,13 @@ def _first_of_vllms_list() -> Iterator[None]:
 
 
 def _best(stage: Stage, answer: Completion) -> Reals:
-    logits = sequence_logits(
-        stage.model, [*answer.prompt_ids.tolist(), *answer.token_ids[:-1].tolist()], stage.precision
-    )
+    ids = [*answer.prompt_ids.tolist(), *answer.token_ids[:-1].tolist()]
+    logits = sequence_logits(stage.model, ids, stage.precision)
     scaled = logits[len(answer.prompt_ids) - 1 :] / stage.config.temperature
     return reals(scaled.log_softmax(-1).max(-1).values.tolist())
 
 
-@contextlib.contextmanager
+@contextmanager
 def _half_head(stage: Stage) -> Iterator[None]:
     """The engine computes its output head in bf16 and everything else in fp32."""
 
@@ -154,7 +132,7 @@ def _half_head(stage: Stage) -> Iterator[None]:
         return torch.nn.functional.linear(x.bfloat16(), weight.bfloat16()).to(x.dtype)
 
     if is_vllm(stage):
-        head = vllm_worker(stage).model_runner.model.lm_head.quant_method
+        head = seams.vllm_worker(stage).model_runner.model.lm_head.quant_method
         with patch.object(head, "apply", REACH.of(lambda layer, x, *args, **kwargs: half(x, layer.weight))):
             yield
         return
@@ -167,16 +145,13 @@ def _half_head(stage: Stage) -> Iterator[None]:
 
 
 def _needs_exact_steps(stage: Stage) -> str:
-    in_8_bits = stage.config.vllm_quantization is not None
-    return (
-        "an engine in 8 bits shows it at the start of a run, and this one began at another temperature"
-        if in_8_bits
-        else ""
-    )
+    if stage.config.vllm_quantization is None:
+        return ""
+    return "an engine in 8 bits shows it at the start of a run, and this one began at another temperature"
 
 
 def _needs_single(stage: Stage) -> str:
-    if is_vllm(stage) and not hasattr(vllm_worker(stage).model_runner.model, "lm_head"):
+    if is_vllm(stage) and not hasattr(seams.vllm_worker(stage).model_runner.model, "lm_head"):
         return "this model's head is inside another module"
     dtype = stage.trainer.proofs.engine_dtype
     return "" if dtype == torch.float32 else "both heads are in half precision"
@@ -185,12 +160,14 @@ def _needs_single(stage: Stage) -> str:
 LOGPROB_FAULTS = (
     Fault("P1", "raw log-probs at temperature 0.7", _raw, needs=_needs_exact_steps),
     Fault("P2", "top-k that nobody asked for", _top_k_unasked),
-    Fault("P3", "a log-prob that is missing (NaN)", _missing),
-    Fault("P3b", "a missing log-prob became 0.0", lambda stage: at_temperature_one(stage, _default_value)),
+    Fault("P3", "a log-prob that is missing (NaN)", lambda stage: _logprob_becomes(stage, float("nan"))),
+    Fault(
+        "P3b", "a missing log-prob became 0.0", seams.at_temperature_one(lambda s: _logprob_becomes(s, 0.0))
+    ),
     Fault(
         "P4",
         "the most likely token's log-prob passes for the sampled one's",
-        lambda s: at_temperature_one(s, _top_one),
+        seams.at_temperature_one(_top_one),
     ),
     Fault("P5", "the engine's head in bf16, the trainer's in fp32", _half_head, needs=_needs_single),
 )
@@ -202,14 +179,13 @@ _FILTERS: dict[str, tuple[float, dict[str, Any]]] = {
     "min_p": (0.3, {"top_k": 50}),
 }
 _NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-_LETTERS, _DIGITS = "[a-zA-Z ]{4,60}", "[0-9 ]{4,60}"
 
 
 @contextmanager
 def samples_with(stage: Stage, **given: Any) -> Iterator[None]:
     """The run samples at temperature 1 with these filters and no others: its requests, its trainer, and its proofs."""
     neutral = {f.name: f.default for f in fields(FilterFields)}
-    with user_asks(stage, **{**neutral, "temperature": 1.0, **given}), ExitStack() as stack:
+    with seams.user_asks(stage, **{**neutral, "temperature": 1.0, **given}), ExitStack() as stack:
         ends = end_ids(stage.model, stage.tokenizer)
         rules = IdRules.of_run(sampling_of(stage.config, stage.tokenizer, ends), stage.model, stage.tokenizer)
         stack.enter_context(patch.object(stage.trainer, "rules", rules))
@@ -217,30 +193,18 @@ def samples_with(stage: Stage, **given: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _answers_with(stage: Stage, asked: dict[str, Any], change: Any) -> Iterator[None]:
-    """The run samples with filters, and each answer's kept ids are changed."""
+def _kept_become(change: Callable[[Completion], KeptIds], top_k: int = 3) -> Callable[[Stage], Patch]:
+    """The run samples with a top-k, and each answer's kept ids are changed."""
 
-    def changed(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
-        return [replace(answer, kept_ids=change(answer)) for answer in answers]
+    @contextmanager
+    def inject(stage: Stage) -> Iterator[None]:
+        def changed(answer: Completion) -> Completion:
+            return replace(answer, kept_ids=change(answer))
 
-    with samples_with(stage, **asked), answers_become(stage, changed):
-        yield
+        with samples_with(stage, top_k=top_k), seams.each_answer_becomes(stage, changed):
+            yield
 
-
-def _set_of_another_token(stage: Stage) -> Patch:
-    return _answers_with(stage, {"top_k": 3}, _moved_on)
-
-
-def _set_of_another_token_with_its_own(stage: Stage) -> Patch:
-    """The sampled token is put into the other token's set, so that only the log-probs show the fault."""
-
-    def with_own(answer: Completion) -> KeptIds:
-        moved = _moved_on(answer)
-        sets = [np.union1d(moved.part(i, i + 1).ids, [token]) for i, token in enumerate(answer.token_ids)]
-        return joined_kept_ids([KeptIds(small_ids(ids), whole_numbers([len(ids)])) for ids in sets])
-
-    return _answers_with(stage, {"top_k": 3}, with_own)
+    return inject
 
 
 def _moved_on(answer: Completion) -> KeptIds:
@@ -251,8 +215,11 @@ def _moved_on(answer: Completion) -> KeptIds:
     return joined_kept_ids([kept.part(last, last + 1), kept.part(0, last)])
 
 
-def _cut_short(stage: Stage) -> Patch:
-    return _answers_with(stage, {"top_k": 20}, _halves)
+def _moved_on_with_own(answer: Completion) -> KeptIds:
+    """The same with the sampled token put into each set, so that only the log-probs show the fault."""
+    moved = _moved_on(answer)
+    sets = [np.union1d(moved.part(i, i + 1).ids, [token]) for i, token in enumerate(answer.token_ids)]
+    return joined_kept_ids([KeptIds(small_ids(ids), whole_numbers([len(ids)])) for ids in sets])
 
 
 def _halves(answer: Completion) -> KeptIds:
@@ -260,31 +227,24 @@ def _halves(answer: Completion) -> KeptIds:
     kept = answer.kept_ids
     assert kept is not None
     own = kept.ids == np.repeat(answer.token_ids, kept.sizes)
-    return _kept_part(kept, own | (np.arange(len(kept.ids)) % 2 == 0))
-
-
-def _kept_part(kept: KeptIds, stays: np.ndarray) -> KeptIds:
-    """The sets without some of their ids.
-
-    Args:
-        stays: (M,) bool, whether each id stays in its set.
-    """
+    stays = own | (np.arange(len(kept.ids)) % 2 == 0)
     return KeptIds(kept.ids[stays], np.cumsum(np.bincount(kept.tokens[stays], minlength=len(kept))))
 
 
+Values = dict[str, Any]
+
+
 @contextmanager
-def _engine_samples(
-    stage: Stage, asked: dict[str, Any], done: dict[str, Any], every: int = 1
-) -> Iterator[None]:
+def _engine_samples(stage: Stage, asked: Values, done: Values, every: int = 1) -> Iterator[None]:
     """The run asks for filters, and the engine samples every n-th request with others."""
 
-    def otherwise(requests: list[GenerationRequest]) -> list[GenerationRequest]:
-        return [
-            request if place % every else replace(request, sampling=replace(request.sampling, **done))
-            for place, request in enumerate(requests)
-        ]
+    def other(request: GenerationRequest) -> GenerationRequest:
+        return replace(request, sampling=replace(request.sampling, **done))
 
-    with samples_with(stage, **asked), requests_become(stage, otherwise):
+    def otherwise(requests: list[GenerationRequest]) -> list[GenerationRequest]:
+        return [own if place % every else other(own) for place, own in enumerate(requests)]
+
+    with samples_with(stage, **asked), seams.requests_become(stage, otherwise):
         yield
 
 
@@ -302,15 +262,9 @@ def _ignored_by_trainer(name: str) -> Fault:
     return Fault(f"P10-{name}", what, lambda stage: _engine_samples(stage, beside, done))
 
 
-def _other_grammar(stage: Stage) -> Patch:
-    asked = {"vllm_structured_outputs_regex": _LETTERS}
-    return _engine_samples(stage, asked, {"grammar": Grammar("regex", _DIGITS)}, every=2)
-
-
-def _narrower_grammar(stage: Stage) -> Patch:
-    """Every token that the other grammar allows is also allowed by the request's own grammar."""
-    asked = {"vllm_structured_outputs_regex": _LETTERS}
-    return _engine_samples(stage, asked, {"grammar": Grammar("regex", "[a-m]{4,60}")}, every=2)
+def _other_grammar(id: str, what: str, regex: str) -> Fault:
+    asked, done = {"vllm_structured_outputs_regex": "[a-zA-Z ]{4,60}"}, {"grammar": Grammar("regex", regex)}
+    return Fault(id, what, lambda stage: _engine_samples(stage, asked, done, every=2), needs=_needs_grammars)
 
 
 def _prompt_not_counted(stage: Stage) -> Patch:
@@ -325,11 +279,9 @@ def _prompt_counted(stage: Stage) -> Patch:
 
 
 @contextmanager
-def _counting_otherwise(stage: Stage, asked: dict[str, Any], counted: Any) -> Iterator[None]:
-    with (
-        samples_with(stage, **asked),
-        _vllm_counts(stage, counted) if is_vllm(stage) else _transformers_counts(counted),
-    ):
+def _counting_otherwise(stage: Stage, asked: Values, counted: Any) -> Iterator[None]:
+    counts = _vllm_counts(stage, counted) if is_vllm(stage) else _transformers_counts(counted)
+    with samples_with(stage, **asked), counts:
         yield
 
 
@@ -339,9 +291,7 @@ def _vllm_counts(stage: Stage, counted: Any) -> Patch:
     place = penalties_of_first_runner()
     honest = getattr(*place)
 
-    def otherwise(
-        logits: torch.Tensor, prompts: torch.Tensor, *penalties: torch.Tensor, **more: Any
-    ) -> torch.Tensor:
+    def otherwise(logits: torch.Tensor, prompts: torch.Tensor, *penalties: Any, **more: Any) -> torch.Tensor:
         # vLLM pads the prompts with the number of tokens.
         none, *values = logits.shape[1], *penalties
         outputs = more.pop("output_token_ids", None) or values.pop()
@@ -350,10 +300,8 @@ def _vllm_counts(stage: Stage, counted: Any) -> Patch:
             for prompt, output in zip(prompts.tolist(), outputs, strict=True)
         ]
         longest = max(len(prompt) for prompt, _ in pairs)
-        padded = [[*prompt, *[none] * (max(longest, 1) - len(prompt))] for prompt, _ in pairs]
-        return honest(
-            logits, torch.tensor(padded).to(prompts), *values, [output for _, output in pairs], **more
-        )
+        padded = torch.tensor([[*prompt, *[none] * (max(longest, 1) - len(prompt))] for prompt, _ in pairs])
+        return honest(logits, padded.to(prompts), *values, [output for _, output in pairs], **more)
 
     return patch.object(*place, REACH.of(otherwise))
 
@@ -364,22 +312,15 @@ def _second_runner_counts(counted: Any) -> Patch:
     honest = getattr(*place)
 
     def otherwise(
-        rows: torch.Tensor,
-        ids: torch.Tensor,
-        lengths: torch.Tensor,
-        filled: Any,
-        in_prompt: Any,
-        counts: Any,
-        *rest: Any,
+        rows: Any, ids: Any, lengths: Any, filled: Any, in_prompt: Any, counts: Any, *rest: Any
     ) -> None:
         honest(rows, ids, lengths, filled, in_prompt, counts, *rest)
         for row in rows.tolist():
             prompt, output = counted(ids[row, : int(lengths[row])].tolist(), [])
             if not prompt:
                 in_prompt[row].zero_()
-            counts[row] += torch.bincount(
-                torch.tensor(output, dtype=torch.long), minlength=counts.shape[1]
-            ).to(counts)
+            more = torch.tensor(output, dtype=torch.long).bincount(minlength=counts.shape[1])
+            counts[row] += more.to(counts)
 
     return patch.object(*place, REACH.of(otherwise))
 
@@ -404,13 +345,13 @@ def _needs_grammars(stage: Stage) -> str:
 
 
 FILTER_FAULTS = (
-    Fault("P7", "each token has the kept ids of another token", _set_of_another_token),
-    Fault("P7b", "the same, and the sampled token is added to the set", _set_of_another_token_with_its_own),
-    Fault("P8", "half of the kept ids are missing", _cut_short),
+    Fault("P7", "each token has the kept ids of another token", _kept_become(_moved_on)),
+    Fault("P7b", "the same, and the sampled token is added to the set", _kept_become(_moved_on_with_own)),
+    Fault("P8", "half of the kept ids are missing", _kept_become(_halves, top_k=20)),
     *(_ignored_by_engine(name) for name in _FILTERS),
     *(_ignored_by_trainer(name) for name in _FILTERS),
-    Fault("P11", "the engine follows the grammar of another request", _other_grammar, needs=_needs_grammars),
-    Fault("P11b", "the other grammar allows a part of the own one", _narrower_grammar, needs=_needs_grammars),
+    _other_grammar("P11", "the engine follows the grammar of another request", "[0-9 ]{4,60}"),
+    _other_grammar("P11b", "the other grammar allows a part of the own one", "[a-m]{4,60}"),
     Fault("P12", "the engine's repetition penalty does not count the prompt", _prompt_not_counted),
     Fault("P12b", "the engine's presence and frequency penalties count the prompt", _prompt_counted),
 )
@@ -427,11 +368,11 @@ def _samples_from(change: Change, times: int = 1) -> Callable[[Stage], Patch]:
     def inject(stage: Stage) -> Patch:
         return _vllm_samples(stage, change, times) if is_vllm(stage) else _transformers_samples(change, times)
 
-    return lambda stage: at_temperature_one(stage, inject)
+    return seams.at_temperature_one(inject)
 
 
 def _vllm_samples(stage: Stage, change: Change, times: int) -> Patch:
-    sampler = vllm_worker(stage).model_runner.sampler
+    sampler = seams.vllm_worker(stage).model_runner.sampler
     if not hasattr(sampler, "topk_topp_sampler"):
         return _second_runner_samples(sampler, change, times)
     sampler = sampler.topk_topp_sampler
@@ -453,10 +394,8 @@ def _second_runner_samples(sampler: Any, change: Change, times: int) -> Patch:
         logits: torch.Tensor, mapping: Any, places: Any, positions: torch.Tensor, *rest: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         _, reported = real(logits.clone(), mapping, places, positions, *rest)
-        drawn = [
-            real(change(logits.float()), mapping, places, positions + _APART * i, *rest)[0]
-            for i in range(times)
-        ]
+        moved = (positions + _APART * i for i in range(times))
+        drawn = [real(change(logits.float()), mapping, places, own, *rest)[0] for own in moved]
         return _likeliest(torch.stack(drawn, -1), reported), reported
 
     return patch.object(sampler, "_sample_random", REACH.of(otherwise))
@@ -494,7 +433,7 @@ def _seeds_in_pairs(stage: Stage) -> Patch:
         seeds = {request.key: request.seed for request in requests}
         return [replace(r, seed=seeds[r.key._replace(sample=r.key.sample // 2 * 2)]) for r in requests]
 
-    return requests_become(stage, paired)
+    return seams.requests_become(stage, paired)
 
 
 def _blind_to(change: Callable[[int, RequestKey], tuple[int, RequestKey]]) -> Callable[[Stage], Patch]:
@@ -532,7 +471,9 @@ DRAW_FAULTS = (
             f"{what}, and reports the right log-probs",
             inject,
             check="draws",
-            needs=needs_single("in half precision, rounding hides a temperature that is off by a twentieth")
+            needs=seams.needs_single(
+                "in half precision, rounding hides a temperature that is off by a twentieth"
+            )
             if name in ("heat", "cold")
             else lambda stage: "",
         )
@@ -541,7 +482,7 @@ DRAW_FAULTS = (
     Fault(
         "S2-pairs",
         "the engine samples the completions of a group in pairs of equal seeds",
-        lambda stage: at_temperature_one(stage, _seeds_in_pairs),
+        seams.at_temperature_one(_seeds_in_pairs),
     ),
     Fault(
         "S2-prompt",

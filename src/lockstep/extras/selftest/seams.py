@@ -7,7 +7,7 @@ that it loads, or the trainer's use of the answers. No proof is patched.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +27,8 @@ from lockstep.weights.push import weights_of
 
 Patch = AbstractContextManager[Any]
 Named = list[tuple[str, torch.Tensor]]
+Requests = Sequence[GenerationRequest]
+Answers = list[Completion]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +59,10 @@ class Reach:
 
     A compiled program or a CUDA graph goes on without a patch that comes later. The fault is then absent, and no
     proof sees it.
-
-    Attributes:
-        calls: number of calls since the fault was injected; None: the fault does not count any.
     """
 
     def __init__(self) -> None:
+        # Since the fault was injected; None: the fault does not count any.
         self.calls: int | None = None
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,11 +82,7 @@ REACH = Reach()
 
 
 def needs_single(otherwise: str) -> Callable[[Stage], str]:
-    """For `Fault.needs`: an engine in fp32.
-
-    Args:
-        otherwise: why the fault cannot be shown in half precision.
-    """
+    """For `Fault.needs`: an engine in fp32. `otherwise` says why half precision cannot show the fault."""
     return lambda stage: "" if stage.trainer.proofs.engine_dtype == torch.float32 else otherwise
 
 
@@ -104,7 +100,7 @@ class Between:
         self,
         inbox: Inbox,
         requests: Callable[[list[GenerationRequest]], list[GenerationRequest]] = list,
-        answers: Callable[[Sequence[GenerationRequest], list[Completion]], list[Completion]] | None = None,
+        answers: Callable[[Requests, Answers], Answers] | None = None,
     ) -> None:
         self._inbox, self._requests, self._change = inbox, requests, answers
         self._taken: dict[RequestKey, GenerationRequest] = {}
@@ -122,12 +118,10 @@ class Between:
                 self._taken |= {request.key: request for request in requests}
             yield None if requests is None else self._requests(requests)
 
-    def answer(
-        self, completion: Completion, versions: Collection[int], vocab_size: int | None = None
-    ) -> None:
-        self._answers.append((completion, versions))
+    def answer(self, found: Completion, versions: Collection[int], vocab_size: int | None = None) -> None:
+        self._answers.append((found, versions))
         if self._change is None or len(self._answers) == len(self._taken):
-            requests, answers = list(self._taken.values()), [found for found, _ in self._answers]
+            requests, answers = list(self._taken.values()), [own for own, _ in self._answers]
             self._answers.clear()
             self._taken.clear()
             for changed in self._change(requests, answers) if self._change is not None else answers:
@@ -142,12 +136,20 @@ def requests_become(
     return patch.object(stage.engine, "serve", lambda inbox: real(Between(inbox, requests=change)))  # type: ignore[arg-type]
 
 
-def answers_become(
-    stage: Stage, change: Callable[[Sequence[GenerationRequest], list[Completion]], list[Completion]]
-) -> Patch:
+def each_request_becomes(stage: Stage, change: Callable[[GenerationRequest], GenerationRequest]) -> Patch:
+    """A program between trainer and engine rewrites each request."""
+    return requests_become(stage, lambda requests: [change(request) for request in requests])
+
+
+def answers_become(stage: Stage, change: Callable[[Requests, Answers], Answers]) -> Patch:
     """The engine's answers differ from what it computed."""
     real = stage.engine.serve
     return patch.object(stage.engine, "serve", lambda inbox: real(Between(inbox, answers=change)))  # type: ignore[arg-type]
+
+
+def each_answer_becomes(stage: Stage, change: Callable[[Completion], Completion]) -> Patch:
+    """Each of the engine's answers differs from what it computed."""
+    return answers_become(stage, lambda requests, answers: [change(answer) for answer in answers])
 
 
 def loads_instead(stage: Stage, change: Callable[[Named], Named]) -> Patch:
@@ -178,33 +180,32 @@ def generations_become(change: Callable[[Generation], Generation]) -> Iterator[N
         yield
 
 
-@contextmanager
-def at_temperature_one(stage: Stage, inject: Callable[[Stage], Patch]) -> Iterator[None]:
-    """Inject a fault at temperature 1. At a lower temperature, a very certain model would not show it."""
-    with user_asks(stage, temperature=1.0), inject(stage):
-        yield
+def at_temperature_one(inject: Callable[[Stage], Patch]) -> Callable[[Stage], Patch]:
+    """The fault at temperature 1. At a lower temperature, a very certain model would not show it."""
+
+    @contextmanager
+    def at_one(stage: Stage) -> Iterator[None]:
+        with user_asks(stage, temperature=1.0), inject(stage):
+            yield
+
+    return at_one
 
 
 @contextmanager
 def user_asks(stage: Stage, **given: Any) -> Iterator[None]:
     """The user has asked for these values of the config's fields."""
-    with ExitStack() as stack:
-        for name, value in given.items():
-            stack.enter_context(patch.object(stage.config, name, value))
-        stack.enter_context(patch.object(stage.trainer.settings, "wanted", user_settings(vars(stage.config))))
-        yield
+    with patch.multiple(stage.config, **given):
+        wanted = user_settings(vars(stage.config))
+        with patch.object(stage.trainer.settings, "wanted", wanted):
+            yield
 
 
 def weights_now(stage: Stage) -> dict[str, torch.Tensor]:
-    """A copy of the policy's weights, as a push sends them: under the names of a checkpoint, and a tied weight once.
-
-    vLLM refuses the second name of a tied weight if the first one comes in another part.
-    """
+    """A copy of the policy's weights, as a push sends them: under the names of a checkpoint, and a tied weight once."""
     return {name: tensor.clone() for name, tensor in weights_of(stage.model)}
 
 
 def vllm_worker(stage: Stage) -> Any:
-    """The worker inside vLLM."""
     assert isinstance(stage.engine, VLLMInProcess)
     found: list[Any] = []
     stage.engine.llm.collective_rpc(found.append)

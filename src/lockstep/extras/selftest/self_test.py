@@ -91,22 +91,21 @@ class Way:
     name: str
     changes: Mapping[str, int | float]
     clean: int
-    steps: int
+    steps: int = 6
 
 
 WAYS = (
     # The fault begins at the second step of the first generation.
     Way(
-        "several steps per generation",
-        {"per_device_train_batch_size": 6, "steps_per_generation": 2},
-        clean=1,
-        steps=6,
+        "several steps per generation", {"per_device_train_batch_size": 6, "steps_per_generation": 2}, clean=1
     ),
     # The fault begins at the first generation whose every token is older than the weights that learn from it.
-    Way("max_staleness 2", {"max_staleness": 2}, clean=2, steps=6),
+    Way("max_staleness 2", {"max_staleness": 2}, clean=2),
 )
 # Opens a stage with some changed fields of the run.
 OpenStage = Callable[[Mapping[str, int | float]], AbstractContextManager[Stage]]
+# Is told in words what happens next.
+Progress = Callable[[str], None]
 # The optimizer does not know how a generation is used, and filters and conversations are the program's, from a run's
 # start on.
 _OF_RUNS = (TOKEN_FAULTS, WEIGHT_FAULTS, LOGPROB_FAULTS, STEP_FAULTS, END_FAULTS, LOSS_FAULTS, LEARNED_FAULTS)
@@ -153,13 +152,8 @@ class Verdict:
     unreached: bool = False
 
 
-def run_self_test(
-    stage: Stage, progress: Callable[[str], None], faults: tuple[Fault, ...] = FAULTS
-) -> Iterator[Verdict]:
-    """The results without a fault and with each fault, each as soon as it is known.
-
-    The stage's weights are restored.
-    """
+def run_self_test(stage: Stage, progress: Progress, faults: Sequence[Fault] = FAULTS) -> Iterator[Verdict]:
+    """The results without a fault and with each fault, each as soon as known. The stage's weights are restored."""
     # The controls: a proof that stops a step without a fault is a false alarm.
     controls = list(_each_fault(stage, (_CONTROL, _EVALUATED), _put_to_the_test, progress))
     yield next((c for c in controls if c.caught_by or c.error), controls[-1])
@@ -167,14 +161,9 @@ def run_self_test(
 
 
 def run_in_runs(
-    open_with: OpenStage, way: Way, progress: Callable[[str], None], faults: Sequence[Fault] | None = None
+    open_with: OpenStage, way: Way, progress: Progress, faults: Sequence[Fault] | None = None
 ) -> Iterator[Verdict]:
-    """The results without a fault and with each fault, in real runs, each as soon as it is known.
-
-    Args:
-        open_with: gives the stage; its weights are restored after each run.
-        faults: None: those of `faults_of_runs`.
-    """
+    """The results without a fault and with each fault (None: `faults_of_runs`), in real runs, each as soon as known."""
     for rate in RATES:
         progress(f"{way.name}: nothing injected, at a learning rate of {rate:g}")
         with open_with({**way.changes, "learning_rate": rate}) as stage:
@@ -247,7 +236,7 @@ class _Injection:
 
 
 def _each_fault(
-    stage: Stage, faults: Sequence[Fault], attempt: _Attempt, progress: Callable[[str], None], way: str = ""
+    stage: Stage, faults: Sequence[Fault], attempt: _Attempt, progress: Progress, way: str = ""
 ) -> Iterator[Verdict]:
     for fault in faults:
         progress(f"{way}: {fault.id} {fault.what}" if way else f"{fault.id} {fault.what}")
@@ -268,19 +257,12 @@ def verdict_of(stage: Stage, fault: Fault, attempt: _Attempt, way: str = "") -> 
 
 
 def _restore(stage: Stage) -> None:
-    """Restore the engine.
-
-    Else a proof that stops because of the fault before would be taken for one that catches this fault.
-
-    Raises:
-        LockstepError: the engine does not compute with the model's weights any more.
-    """
+    """Restore the engine. Else a proof that stops because of the fault before would seem to catch this fault."""
     with _caught() as errors:
         restore(stage)
     if errors:
-        raise LockstepError(
-            f"the engine cannot be restored after the fault before: {_named(errors[0])}"
-        ) from errors[0]
+        found = f"the engine cannot be restored after the fault before: {_named(errors[0])}"
+        raise LockstepError(found) from errors[0]
 
 
 def _failed(verdict: Verdict, error: Exception, how: str) -> Verdict:
@@ -318,13 +300,7 @@ def _put_to_the_test(stage: Stage, fault: Fault, injection: _Injection) -> Verdi
             if fault.check is not None:
                 failed = [row for row in _CHECKS[fault.check](stage) if not row.passed]
                 if failed:
-                    return replace(
-                        verdict,
-                        caught_by=f"verify: {fault.check}",
-                        message=failed[0].figure,
-                        tokens=counted(),
-                        steps=taken,
-                    )
+                    verdict = replace(verdict, caught_by=f"verify: {fault.check}", message=failed[0].figure)
         except ProofError as error:
             done = stage.trainer.state.global_step if fault.learns else taken
             return replace(verdict, caught_by=error.check, message=error.found, tokens=counted(), steps=done)
@@ -366,18 +342,14 @@ def _in_a_run(way: Way, stage: Stage, fault: Fault, injection: _Injection) -> Ve
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a self-test has found: faults that were injected, those that a proof stopped, and those that ended in an
-    error.
-
-    Attributes:
-        unreached: faults that the engine has never met. They are not among the injected ones.
-        blind: whether a fault that was injected was not caught, or ended in an error, or a control was.
-    """
+    """What a self-test has found: how many faults were injected, were caught by a proof, or ended in an error."""
 
     injected: int
     caught: int
     errors: int
+    # Faults that the engine has never met. They are not among the injected ones.
     unreached: int
+    # Whether a fault that was injected was not caught, or ended in an error, or a control was caught.
     blind: bool
     passed: bool
 
@@ -393,33 +365,25 @@ def counts_of(verdicts: Sequence[Verdict]) -> Counts:
 
 
 def write_verdicts(verdicts: Sequence[Verdict], file: str | None, *, ended: bool) -> None:
-    """Write the JSON file, if one is asked for. A self-test takes hours, so it is written after each fault.
-
-    Args:
-        ended: whether these are all verdicts. Before that, nothing has passed.
-    """
+    """Write the JSON file, if one is asked for. Nothing has passed before all verdicts are known (`ended`)."""
     if file:
         counts = asdict(counts_of(verdicts))
         content = {**counts, "passed": ended and counts["passed"], "ended": ended}
-        replace_text(
-            Path(file), json.dumps({**content, "faults": [asdict(v) for v in verdicts]}, indent=1) + "\n"
-        )
+        content["faults"] = [asdict(v) for v in verdicts]
+        replace_text(Path(file), json.dumps(content, indent=1) + "\n")
 
 
 def print_verdicts(verdicts: list[Verdict], console: Terminal, file: str | None) -> int:
     """Print the table and "N injected, N caught", and write the JSON file.
 
     Returns:
-        The exit code: 0 if all passed, 3 if nothing is wrong but some faults were not really injected, and otherwise 1.
+        The exit code: 0 if all passed, 3 if nothing is wrong but some faults were not really injected, otherwise 1.
     """
     table = Table(box=None, pad_edge=False)
     for name in ("fault", "injected", "caught by", "after"):
         table.add_column(name, overflow="fold")
-    controls, faults = (
-        [v for v in verdicts if (v.id == _CONTROL.id) is control] for control in (True, False)
-    )
     way = ""
-    for v in faults:
+    for v in (v for v in verdicts if v.id != _CONTROL.id):
         if v.way != way:
             table.add_row("", f"[bold]{escape(v.way)}", "", "")
             way = v.way
@@ -429,17 +393,14 @@ def print_verdicts(verdicts: list[Verdict], console: Terminal, file: str | None)
     wrong = f", {counts.errors} ended in an error" if counts.errors else ""
     missed = f", {counts.unreached} not injected" if counts.unreached else ""
     console.print(f"\n{counts.injected} injected, {counts.caught} caught{wrong}{missed}", highlight=False)
-    for control in controls:
-        where = f"{escape(control.way)}: " if control.way else ""
+    for control in (v for v in verdicts if v.id == _CONTROL.id):
+        where, message = f"{escape(control.way)}: " if control.way else "", escape(control.message)
         if control.caught_by:
-            said = (
-                f"[bold red]false alarm[/]: {where}without a fault, {control.caught_by} said: "
-                f"{escape(control.message)}"
-            )
+            said = f"[bold red]false alarm[/]: {where}without a fault, {control.caught_by} said: {message}"
         elif control.error:
             said = f"[bold red]error[/]: {where}without a fault: {escape(control.error)}"
         elif control.message:
-            said = f"[dim]{where}{escape(control.message)}"
+            said = f"[dim]{where}{message}"
         else:
             continue
         console.print(said, highlight=False)

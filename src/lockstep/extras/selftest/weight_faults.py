@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from unittest.mock import patch
 
 import torch
@@ -15,16 +15,8 @@ import lockstep.watch.modules as probe_module
 import lockstep.weights.push as push_module
 from lockstep.contract.protocol import WeightReceiver
 from lockstep.contract.tensors import Begun, LoadedWeights, TensorSpec
-from lockstep.extras.selftest.seams import (
-    Fault,
-    Named,
-    Patch,
-    is_vllm,
-    loads_instead,
-    needs_single,
-    vllm_worker,
-    weights_now,
-)
+from lockstep.extras.selftest import seams
+from lockstep.extras.selftest.seams import Fault, Named, Patch, is_vllm
 from lockstep.extras.verify.stage import Stage
 from lockstep.models.parameters import expert_names
 from lockstep.shards.model import ShardedModel
@@ -34,8 +26,8 @@ from lockstep.weights.wire.stream import NO_CHANGES, Piece, apply_changes, chang
 
 
 def _never_arrived(stage: Stage) -> Patch:
-    first = weights_now(stage)
-    return loads_instead(stage, lambda sent: [(name, first[name]) for name, _ in sent])
+    first = seams.weights_now(stage)
+    return seams.loads_instead(stage, lambda sent: [(name, first[name]) for name, _ in sent])
 
 
 def _stale_head(stage: Stage) -> Patch:
@@ -46,13 +38,13 @@ def _stale_head(stage: Stage) -> Patch:
             import lockstep.engines.vllm.port.receive as backend
 
             return patch.object(backend, "repack_heads", lambda model, written: None)
-        layer = vllm_worker(stage).model_runner.model.lm_head
+        layer = seams.vllm_worker(stage).model_runner.model.lm_head
         kept = layer.weight.detach().clone()
         return patch.object(layer.quant_method, "apply", lambda layer, x, bias=None: linear(x, kept, bias))
     head = stage.model.get_output_embeddings().weight
     (name,) = [n for n, p in stage.model.named_parameters() if p is head]
     old = head.detach().clone()
-    return loads_instead(stage, lambda sent: [(n, old if n == name else t) for n, t in sent])
+    return seams.loads_instead(stage, lambda sent: [(n, old if n == name else t) for n, t in sent])
 
 
 def _wrong_place(stage: Stage) -> Patch:
@@ -64,7 +56,7 @@ def _wrong_place(stage: Stage) -> Patch:
         by_name[one], by_name[other] = by_name[other], by_name[one]
         return [(name, by_name[name]) for name, _ in sent]
 
-    return loads_instead(stage, swapped)
+    return seams.loads_instead(stage, swapped)
 
 
 def _damaged_on_the_way(stage: Stage) -> Patch:
@@ -89,8 +81,8 @@ def _nothing_loaded(stage: Stage) -> Patch:
     return patch.object(stage.engine, "load", load)
 
 
-def _reset_refused(stage: Stage) -> Patch:
-    return patch.object(stage.engine, "reset_caches", lambda: False)
+def _resets_nothing(answer: bool) -> Callable[[Stage], Patch]:
+    return lambda stage: patch.object(stage.engine, "reset_caches", lambda: answer)
 
 
 def _drift(stage: Stage) -> Patch:
@@ -106,10 +98,6 @@ def _drift(stage: Stage) -> Patch:
     return patch.object(stage.engine, "commit_version", commit)
 
 
-def _cache_survives(stage: Stage) -> Patch:
-    return patch.object(stage.engine, "reset_caches", lambda: True)
-
-
 def _half_an_update(stage: Stage) -> Patch:
     real = stage.engine.load
     return patch.object(stage.engine, "load", lambda tensors, base="": real(list(tensors)[::2], base))
@@ -117,7 +105,7 @@ def _half_an_update(stage: Stage) -> Patch:
 
 def _restarted(stage: Stage) -> Patch:
     """The engine restarts with its first weights, and reports the current version."""
-    first, real = weights_now(stage), stage.engine.commit_version
+    first, real = seams.weights_now(stage), stage.engine.commit_version
 
     def commit(version: int) -> None:
         stage.engine.begin_update()
@@ -127,17 +115,14 @@ def _restarted(stage: Stage) -> Patch:
     return patch.object(stage.engine, "commit_version", commit)
 
 
-def _one_layer_off(stage: Stage) -> Patch:
+def _layer_off(stage: Stage) -> Patch:
     name = _same_shape_pair(stage)[0]
 
     def off(sent: Named) -> Named:
-        noise = torch.Generator().manual_seed(0)
-        return [
-            (n, t * (1 + 1e-3 * torch.randn(t.shape, generator=noise).to(t)) if n == name else t)
-            for n, t in sent
-        ]
+        noise = torch.randn(dict(sent)[name].shape, generator=torch.Generator().manual_seed(0))
+        return [(n, t * (1 + 1e-3 * noise.to(t)) if n == name else t) for n, t in sent]
 
-    return loads_instead(stage, off)
+    return seams.loads_instead(stage, off)
 
 
 def _rows_swapped(stage: Stage) -> Patch:
@@ -148,7 +133,7 @@ def _rows_swapped(stage: Stage) -> Patch:
         order[[2, 5]] = order[[5, 2]]
         return [(n, t[order] if n == name else t) for n, t in sent]
 
-    return loads_instead(stage, swapped)
+    return seams.loads_instead(stage, swapped)
 
 
 def _experts_not_packed(stage: Stage) -> Patch:
@@ -183,18 +168,15 @@ def _sync_skipped(stage: Stage) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stale_source(stage: Stage) -> Iterator[None]:
-    """Push and probe read weights that are two pushes old.
-
-    Both agree with the engine, and only the trainer moves on.
-    """
-    held = [weights_now(stage)] * 3
+    """Push and probe read weights that are two pushes old. Both agree with the engine; only the trainer moves on."""
+    held = [seams.weights_now(stage)] * 3
 
     class Old(PlainSource):
         def tensor(self, name: str) -> torch.Tensor:
             return held[0][self.first_name(name)]
 
     def pushed(model: torch.nn.Module) -> PlainSource:
-        held.append(weights_now(stage))
+        held.append(seams.weights_now(stage))
         del held[0]
         return Old(model)
 
@@ -203,10 +185,7 @@ def _stale_source(stage: Stage) -> Iterator[None]:
 
 
 def _left_out(stage: Stage) -> Patch:
-    """Pushes of what changed leave out a part of a layer that changed.
-
-    Their manifests have its old digests, as the engine has.
-    """
+    """Pushes leave out a part of a layer that changed. Their manifests have its old digests, as the engine has."""
     part, real = part_of(_same_shape_pair(stage)[0]), Update._changed_part
 
     def without(self: Update, names: list[str], specs: list[TensorSpec | Begun]) -> Iterator[Piece]:
@@ -222,8 +201,8 @@ def _left_out(stage: Stage) -> Patch:
 def _older_base(stage: Stage) -> Iterator[None]:
     """Every push changes one element in 97, others each time.
 
-    The engine writes them into weights that are one push older than it
-    says, and acknowledges what was sent."""
+    The engine writes them into weights that are one push older than it says, and acknowledges what was sent.
+    """
     held, real = [_in_main_memory(stage)] * 2, source_module.push_weights
 
     def put_together(sent: Named) -> Named:
@@ -240,7 +219,7 @@ def _older_base(stage: Stage) -> Iterator[None]:
         with torch.no_grad():
             for p in stage.model.parameters():
                 p.view(-1)[version % 97 :: 97] *= 2
-        with loads_instead(stage, put_together):
+        with seams.loads_instead(stage, put_together):
             record = real(model, engine, version)
         held.append(_in_main_memory(stage))
         del held[0]
@@ -252,7 +231,7 @@ def _older_base(stage: Stage) -> Iterator[None]:
 
 
 def _in_main_memory(stage: Stage) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu() for name, tensor in weights_now(stage).items()}
+    return {name: tensor.cpu() for name, tensor in seams.weights_now(stage).items()}
 
 
 def _trained_copy(stage: Stage) -> Patch:
@@ -273,11 +252,8 @@ def _tied(stage: Stage) -> bool:
 
 def _same_shape_pair(stage: Stage) -> tuple[str, str]:
     """Two matrices of the same shape in the middle of the model, which an engine may mix up."""
-    layers = [
-        (n, p.shape)
-        for n, p in stage.model.named_parameters()
-        if (p.dim() == 2 and ".layers." in n) or ".h." in n
-    ]
+    named = [(name, p.shape) for name, p in stage.model.named_parameters()]
+    layers = [(n, shape) for n, shape in named if (len(shape) == 2 and ".layers." in n) or ".h." in n]
     middle = layers[len(layers) // 2 :] + layers
     for i, (name, shape) in enumerate(middle):
         for other, other_shape in middle[i + 1 :]:
@@ -292,8 +268,7 @@ def _needs_cache(stage: Stage) -> str:
     return "" if stage.engine.settings().prefix_caching else "this engine keeps no cache between calls"
 
 
-_SINGLE = needs_single("smaller than the rounding of this engine's dtype")
-
+_SINGLE = seams.needs_single("smaller than the rounding of this engine's dtype")
 
 WEIGHT_FAULTS = (
     Fault("W1", "weights acknowledged and never put to use", _never_arrived),
@@ -301,9 +276,9 @@ WEIGHT_FAULTS = (
     Fault("W3", "two tensors of one layer in each other's place", _wrong_place, check="module probe"),
     Fault("W3b", "one bit of one tensor flips on the way", _damaged_on_the_way),
     Fault("W4", "an empty load taken for a success", _nothing_loaded),
-    Fault("W4b", "a refused cache reset taken for a success", _reset_refused),
+    Fault("W4b", "a refused cache reset taken for a success", _resets_nothing(False)),
     Fault("W5", "each sync leaves the policy itself rounded", _drift, needs=_SINGLE),
-    Fault("W6", "the prefix cache survives the update", _cache_survives, needs=_needs_cache),
+    Fault("W6", "the prefix cache survives the update", _resets_nothing(True), needs=_needs_cache),
     Fault("W7", "half an update goes into service", _half_an_update),
     Fault("W8", "a restarted engine serves its first weights under the current version", _restarted),
     Fault("W9", "the source of a push gives weights that are two pushes old", _stale_source),
@@ -318,9 +293,7 @@ WEIGHT_FAULTS = (
     ),
     Fault("W12", "a push leaves out a tensor that changed, and its manifest has the old digest", _left_out),
     Fault("W13", "changes are written into older weights", _older_base, check="module probe"),
-    Fault(
-        "small-1", "one layer off by 1e-3 of its size", _one_layer_off, needs=_SINGLE, check="module probe"
-    ),
+    Fault("small-1", "one layer off by 1e-3 of its size", _layer_off, needs=_SINGLE, check="module probe"),
     Fault("small-2", "two rows of one matrix swapped", _rows_swapped, check="module probe"),
     Fault("small-3", "one sync skipped at a learning rate of 1e-6", _sync_skipped),
 )

@@ -1,7 +1,4 @@
-"""An engine for another program's trainer.
-
-Every push is proven, every answer is checked, and a lost engine gets its weights
-again.
+"""An engine for another program's trainer. Pushes are proven, answers are checked, a lost engine gets weights again.
 
 It works on the rank that holds the engine. The proofs are those of `watch/engine.py`, without a config and without the
 parity gap of the optimizer step, which only the trainer can measure. The canary after every push stands in for it.
@@ -19,10 +16,9 @@ from transformers import PreTrainedModel
 from lockstep.contract.inbox import check_answers
 from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
 from lockstep.contract.sampling import Sampling
-from lockstep.images.pictures import PromptPictures
+from lockstep.extras.trl.trl_inputs import Shown
 from lockstep.models.arithmetic import Precision
 from lockstep.rollouts.recovery import Recovery
-from lockstep.tokens.arrays import Ids
 from lockstep.watch.push import ProvenPusher, PushProof
 from lockstep.watch.samples import check_samples
 from lockstep.weights.push import SleepingEngine, let_sleep
@@ -69,36 +65,22 @@ class ProvenEngine:
         return self._recovery.losses
 
     def sync(self) -> int:
-        """Push the weights under a new version, and prove the push.
-
-        Raises:
-            ProofError: the engine did not get, load or commit the weights, or computes with others.
-            LockstepError: the engine was lost and did not come back in time.
-        """
+        """Push the weights under a new version, and prove the push."""
         self._recovery.run(self._push)
         return self.version
 
     def generate(
-        self, prompts: Mapping[RequestKey, tuple[Ids, PromptPictures]], sampling: Sampling
+        self, prompts: Mapping[RequestKey, Shown], sampling: Sampling
     ) -> dict[RequestKey, Completion]:
         """One completion per key. An engine that holds no weights, or lost them, gets them first.
 
-        Args:
-            prompts: token ids and pictures by key.
-            sampling: `max_tokens` is lowered for a prompt that leaves less room in the engine's context, as in vLLM.
-
-        Raises:
-            ProofError: an answer does not match its request, was sampled by weights that were not pushed, or samples
-                repeat themselves.
-            InputError: a prompt is empty or fills the context.
-            LockstepError: the engine was lost and did not come back in time.
+        As in vLLM, `max_tokens` is lowered for a prompt that leaves less room in the engine's context.
         """
         if not prompts:
             return {}
         if not self._holds_our_weights:
             self.sync()
-        # Fixed before the first try, so that the same requests give the same tokens, even if the engine was lost in
-        # between.
+        # Fixed before the first try, so that the same requests give the same tokens after a loss of the engine.
         requests = requests_for(prompts, sampling, self.version, self._seed, self._context)
         answers = self._recovery.run(lambda: self._answers(requests))
         check_draws(answers.values())
@@ -123,11 +105,7 @@ class ProvenEngine:
 
 
 def requests_for(
-    prompts: Mapping[RequestKey, tuple[Ids, PromptPictures]],
-    sampling: Sampling,
-    version: int,
-    seed: int,
-    context: int,
+    prompts: Mapping[RequestKey, Shown], sampling: Sampling, version: int, seed: int, context: int
 ) -> list[GenerationRequest]:
     """A request per prompt, each with a seed of its own and no more tokens than the context has room for."""
 
@@ -142,11 +120,7 @@ def requests_for(
 
 
 def check_draws(answers: Iterable[Completion]) -> None:
-    """Check that completions of the same prompt do not repeat themselves.
-
-    Raises:
-        ProofError: they do.
-    """
+    """Raise a ProofError if completions of the same prompt repeat themselves."""
     by_prompt: dict[tuple[bytes, tuple[str, ...]], list[tuple[Completion]]] = {}
     for completion in answers:
         prompt = completion.prompt_ids.tobytes(), completion.pictures.digests

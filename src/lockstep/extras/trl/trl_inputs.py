@@ -1,9 +1,8 @@
 """What TRL's trainers pass to their generation object: parameters that are checked, and images that become pictures.
 
-Parameters, models and kinds of training that the engines here do not support are refused by name. The checks are pure
-functions of each rank's own arguments. TRL's processor has already put each image's ids into the prompt. Each rank
-runs that processor's image processor over its images, and sends the pixels to the rank with the engine, each picture
-once. The engine then computes with the pixels that the trainer computes with.
+The checks are pure functions of each rank's own arguments. TRL's processor has already put each image's ids into the
+prompt. Each rank runs that processor's image processor over its images, and sends the pixels to the rank with the
+engine, each picture once. The engine then computes with the pixels that the trainer computes with.
 """
 
 from __future__ import annotations
@@ -38,15 +37,7 @@ def tokenizer_of(processing_class: Any) -> PreTrainedTokenizerBase:
 
 
 class TrlPictures:
-    """Reads one trainer's images.
-
-    Args:
-        model: the trained model.
-        processing_class: TRL's `processing_class`.
-
-    Raises:
-        InputError: the tokenizer lacks a mark that stands beside the model's pictures.
-    """
+    """Reads one trainer's images. Refuses a tokenizer that lacks a mark beside the model's pictures."""
 
     def __init__(self, model: torch.nn.Module, processing_class: Any) -> None:
         processor = getattr(processing_class, "image_processor", None)
@@ -54,15 +45,11 @@ class TrlPictures:
         tokenizer = tokenizer_of(processing_class)
         self._reader = PromptReader(tokenizer)
         if processor is not None and reads_pictures(inner.config):
-            self._reader = ImagePrompts(inner, tokenizer, inner.config.name_or_path, processor=processor)
+            name = inner.config.name_or_path
+            self._reader = ImagePrompts(inner, tokenizer, name, processor=processor)
 
     def part(self, prompts: Sequence[Sequence[int]], images: Sequence[Any] | None) -> dict[str, Any]:
-        """One rank's prompts and pictures, in JSON types and arrays.
-
-        Raises:
-            InputError: a prompt is not a list of token ids, the model reads no images, an image cannot be used, or a
-                prompt has not the ids of its images.
-        """
+        """One rank's prompts and pictures, in JSON types and arrays. Refuses what the model cannot read."""
         for row, prompt in enumerate(prompts):
             if isinstance(prompt, str) or not all(isinstance(token, int) for token in prompt):
                 raise InputError(f"prompt {row} is not a list of token ids: {prompt!r:.80}")
@@ -86,18 +73,12 @@ class TrlPictures:
         }
 
     def placed(self, part: Mapping[str, Any]) -> list[Shown]:
-        """The prompts of a rank's part, with their pictures in their places.
-
-        Raises:
-            LockstepError: a picture has changed on its way.
-        """
+        """The prompts of a rank's part, with their pictures in their places."""
         pictures = {digest: picture_from_wire(found) for digest, found in part["pictures"].items()}
         if any(picture.digest != digest for digest, picture in pictures.items()):
             raise LockstepError("a picture changed on its way to the rank that holds the engine")
-        rows = [
-            (whole_numbers(ids), [pictures[digest] for digest in shown])
-            for ids, shown in zip(part["prompts"], part["shown"], strict=True)
-        ]
+        pairs = zip(part["prompts"], part["shown"], strict=True)
+        rows = [(whole_numbers(ids), [pictures[digest] for digest in shown]) for ids, shown in pairs]
         return [(ids, self._reader.placed(ids, own)) for ids, own in rows]
 
     def _picture(self, image: Any) -> Picture:
@@ -113,9 +94,9 @@ class TrlPictures:
         due = sum(picture.tokens for picture in pictures)
         if found != due:
             raise InputError(
-                f"prompt {row} has {found} ids that stand for parts of images, and its {len(pictures)} images "
-                f"have {due}: a "
-                "completion sampled such an id, a prompt's text contains one, or a rollout function changed the images"
+                f"prompt {row} has {found} ids that stand for parts of images, and its {len(pictures)} images have "
+                f"{due}: a completion sampled such an id, a prompt's text contains one, or a rollout function "
+                "changed the images"
             )
 
 
@@ -141,14 +122,7 @@ class Sampled:
 
 
 def check_parameters(given: Mapping[str, Any]) -> None:
-    """Refuse parameter values that no engine here supports.
-
-    Args:
-        given: the constructor's parameters by name.
-
-    Raises:
-        InputError: a parameter has a value that is not supported.
-    """
+    """Refuse values of the constructor's parameters that no engine here supports."""
     for name, (values, why) in _SUPPORTED.items():
         if given[name] not in values:
             raise InputError(f"{name}={given[name]!r}: {why}")
@@ -157,16 +131,12 @@ def check_parameters(given: Mapping[str, Any]) -> None:
     size = given["tensor_parallel_size"]
     if not isinstance(size, int) or size < 1:
         raise InputError(f"tensor_parallel_size={size!r}; it must be a whole number of at least 1")
-    for name, is_set in (
-        ("tensor_parallel_size", size > 1),
-        ("enable_sleep_mode", given["enable_sleep_mode"]),
-    ):
-        if is_set and given["engine"] is not None:
-            raise InputError(
-                f"{name}={given[name]}, and a running engine is given; start that engine with it"
-            )
-        if is_set and given["mode"] == "server":
-            warnings.warn(f"{name}={given[name]} has no effect with servers", stacklevel=2)
+    is_set = {"tensor_parallel_size": size > 1, "enable_sleep_mode": given["enable_sleep_mode"]}
+    for said in (f"{name}={given[name]}" for name, own in is_set.items() if own):
+        if given["engine"] is not None:
+            raise InputError(f"{said}, and a running engine is given; start that engine with it")
+        if given["mode"] == "server":
+            warnings.warn(f"{said} has no effect with servers", stacklevel=2)
 
 
 def urls_of(given: Mapping[str, Any]) -> list[str]:
@@ -175,19 +145,13 @@ def urls_of(given: Mapping[str, Any]) -> list[str]:
 
 
 def check_model(model: Any, accelerator: Any, processing_class: Any) -> None:
-    """Refuse a model unless this process holds all of its weights, without wrappers.
-
-    Raises:
-        InputError: the model is not a plain model of transformers, perhaps with a LoRA adapter, or the kind of
-            training splits it.
-    """
+    """Refuse a model unless this process holds all of its weights, without wrappers other than a LoRA adapter."""
     inner = causal_model(model) if isinstance(model, torch.nn.Module) else model
     if not isinstance(inner, PreTrainedModel):
         raise InputError(f"model is a {type(inner).__name__}; wrapped models are not supported yet")
     if not isinstance(tokenizer_of(processing_class), PreTrainedTokenizerBase):
-        raise InputError(
-            f"processing_class is a {type(processing_class).__name__}: give a tokenizer, or a processor that has one"
-        )
+        kind = type(processing_class).__name__
+        raise InputError(f"processing_class is a {kind}: give a tokenizer, or a processor that has one")
     if getattr(inner.config, "quantization_config", None) is not None:
         raise InputError("the model is quantised; training needs its full-precision weights")
     if not inner.config.name_or_path:
@@ -197,17 +161,14 @@ def check_model(model: Any, accelerator: Any, processing_class: Any) -> None:
         raise InputError(
             f"distributed training of type {way} is not supported yet: every rank must hold the whole model"
         )
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        raise InputError(
-            f"mixed_precision={accelerator.mixed_precision!r} is not supported; use bf16 or none"
-        )
+    if (mixed := accelerator.mixed_precision) not in ("no", "bf16"):
+        raise InputError(f"mixed_precision={mixed!r} is not supported; use bf16 or none")
     if is_adapted(model):
         # Refuses an adapter that cannot be merged.
         weights_of(model)
     # The tensors of an adapter may have another dtype. They are added to the weights, which keep theirs.
-    dtypes = {
-        str(p.dtype).removeprefix("torch.") for name, p in inner.named_parameters() if ".lora_" not in name
-    }
+    own = (p for name, p in inner.named_parameters() if ".lora_" not in name)
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in own}
     if len(dtypes) > 1:
         raise InputError(
             f"the model's parameters have several dtypes ({', '.join(sorted(dtypes))}); load it in one, and leave out "
@@ -225,11 +186,7 @@ def engine_dtype_for(asked: str, model: PreTrainedModel, accelerator: Any) -> to
 
 
 def sampled_from(given: Mapping[str, Any]) -> Sampled:
-    """The sampling distribution and the seed. `generation_kwargs` override the parameters, as in TRL.
-
-    Raises:
-        InputError: `generation_kwargs` contain an unsupported key, or the values give no distribution to learn from.
-    """
+    """The sampling distribution and the seed. `generation_kwargs` override the parameters, as in TRL."""
     extra = dict(given["generation_kwargs"] or {})
     seed = extra.pop("seed", None)
     for name, neutral in _HARMLESS.items():
@@ -240,11 +197,8 @@ def sampled_from(given: Mapping[str, Any]) -> Sampled:
     unknown = extra.keys() - _GENERATION_KWARGS
     if unknown:
         raise InputError(f"generation_kwargs hold {', '.join(sorted(unknown))}, which are not supported")
-    values = (
-        {name: given[name] for name in NEUTRAL_SAMPLING}
-        | {"max_tokens": given["max_completion_length"]}
-        | extra
-    )
+    values = {name: given[name] for name in NEUTRAL_SAMPLING}
+    values |= {"max_tokens": given["max_completion_length"], **extra}
     values["min_p"] = values["min_p"] or 0.0
     values["end_ids"] = end_ids(causal_model(given["model"]), tokenizer_of(given["processing_class"]))
     stop = values.get("stop") or ()
@@ -264,8 +218,7 @@ def warn_of_other_scores(sampling: Sampling) -> None:
     other = [name for name in Sampling.__slots__ if getattr(sampling, name) != getattr(neutral, name)]
     if other:
         warnings.warn(
-            f"{', '.join(other)}: the log-probs belong to the sampling distribution, but TRL's trainers score "
-            f"the whole one; "
-            "their importance-sampling ratios contain the difference at every token (TRL issue 6789)",
+            f"{', '.join(other)}: the log-probs belong to the sampling distribution, but TRL's trainers score the "
+            "whole one; their importance-sampling ratios contain the difference at every token (TRL issue 6789)",
             stacklevel=3,
         )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -26,18 +27,9 @@ from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.engines.vllm.arguments import usual_sequences
 from lockstep.engines.vllm.start import vllm_installed
 from lockstep.errors import InputError
+from lockstep.extras.trl import trl_inputs
 from lockstep.extras.trl.proven_engine import ProvenEngine
-from lockstep.extras.trl.trl_inputs import (
-    Shown,
-    TrlPictures,
-    check_model,
-    check_parameters,
-    engine_dtype_for,
-    sampled_from,
-    tokenizer_of,
-    urls_of,
-    warn_of_other_scores,
-)
+from lockstep.extras.trl.trl_inputs import Shown, TrlPictures
 from lockstep.models.adapters import causal_model
 from lockstep.models.arithmetic import Precision
 from lockstep.models.resolve import resolve_model
@@ -153,13 +145,13 @@ class LockstepGeneration:
         self._ranks = Ranks(limit=_LONGEST_CALL * server_timeout)
 
         def check() -> None:
-            check_parameters(given)
-            check_model(model, accelerator, processing_class)
-            sampled_from(given)
+            trl_inputs.check_parameters(given)
+            trl_inputs.check_model(model, accelerator, processing_class)
+            trl_inputs.sampled_from(given)
             self._pictures = TrlPictures(model, processing_class)
 
         described = self._ranks.call("start", check, lambda parts: [self._start(given)] * len(parts))
-        self._sampling = sampled_from(given).sampling
+        self._sampling = trl_inputs.sampled_from(given).sampling
         # TRL's trainers read these attributes of their engine.
         config = SimpleNamespace(max_model_len=described["max_model_len"])
         self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
@@ -201,9 +193,8 @@ class LockstepGeneration:
 
         Returns:
             For each prompt of this rank, in order: the prompt's ids as the engine used them (P,); the completion's
-                ids (C,);
-            log-probs (C, 1) under the sampling distribution, in nats; the token ids of these log-probs (C, 1). The
-            last two are None if `logprobs` is None.
+            ids (C,); log-probs (C, 1) under the sampling distribution, in nats; the token ids of these log-probs
+            (C, 1). The last two are None if `logprobs` is None.
 
         Raises:
             InputError: on every rank; a prompt is not a list of token ids, is empty or fills the context, or its
@@ -218,12 +209,10 @@ class LockstepGeneration:
             raise InputError(_TOOL_LOOP)
         with profiler or nullcontext():
             self._calls += 1
-            completions, self.version = self._ranks.call(
-                "generate", lambda: self._pictures.part(prompts, images), self._sample
-            )
-        prompt_ids, token_ids, logprobs = (
-            [c[part].tolist() for c in completions] for part in ("prompt", "tokens", "logprobs")
-        )
+            own = partial(self._pictures.part, prompts, images)
+            completions, self.version = self._ranks.call("generate", own, self._sample)
+        parts = ("prompt", "tokens", "logprobs")
+        prompt_ids, token_ids, logprobs = ([c[part].tolist() for c in completions] for part in parts)
         self._answered = [[*asked, *ids] for asked, ids in zip(prompts, token_ids, strict=True) if ids]
         if self._logprobs is None:
             return prompt_ids, token_ids, None, None
@@ -239,12 +228,12 @@ class LockstepGeneration:
 
     def _start(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Start the engine or connect to it. Returns the settings that TRL's trainers read."""
-        sampled = sampled_from(given)
+        sampled = trl_inputs.sampled_from(given)
         path = resolve_model(causal_model(self.model).config.name_or_path)
-        tokenizer = guard_tokenizer(tokenizer_of(self.processing_class))
+        tokenizer = guard_tokenizer(trl_inputs.tokenizer_of(self.processing_class))
         fit_vocabulary(causal_model(self.model), tokenizer)
-        dtype = engine_dtype_for(given["engine_dtype"], self.model, self.accelerator)
-        warn_of_other_scores(sampled.sampling)
+        dtype = trl_inputs.engine_dtype_for(given["engine_dtype"], self.model, self.accelerator)
+        trl_inputs.warn_of_other_scores(sampled.sampling)
         seed = torch.initial_seed() if sampled.seed is None else sampled.seed
         engine = given["engine"]
         if engine is None:
@@ -267,7 +256,7 @@ class LockstepGeneration:
     def _engine(self, given: Mapping[str, Any], path: str, dtype: torch.dtype, seed: int) -> Engine:
         if self.mode == "server":
             return connect(
-                urls_of(given),
+                trl_inputs.urls_of(given),
                 key_file=given["server_key_file"],
                 timeout=given["server_timeout"],
                 transport=given["weight_transport"],
@@ -278,14 +267,13 @@ class LockstepGeneration:
         if ranks > 1 and vllm_installed():
             check_beside_ranks(ranks, workers, "tensor_parallel_size", "mode")
         context = given["max_model_length"] or context_within(self.model, None)
-        check_positions(
-            causal_model(self.model).config.get_text_config(), context, by_capacity=vllm_installed()
-        )
+        text_config = causal_model(self.model).config.get_text_config()
+        check_positions(text_config, context, by_capacity=vllm_installed())
         # TRL counts the sequences of all ranks that share an engine, which are `workers` ranks there.
         sequences = -(-given["max_num_seqs"] // workers) if given["max_num_seqs"] else usual_sequences()
         return start_here(
             path,
-            tokenizer_of(self.processing_class),
+            trl_inputs.tokenizer_of(self.processing_class),
             use_vllm=None,
             use_cpu=self.accelerator.device.type == "cpu",
             vllm_arguments={
@@ -319,10 +307,7 @@ class LockstepGeneration:
 
 
 def _goes_on(prompts: Sequence[Any], answered: Sequence[list[int]]) -> bool:
-    """Whether the first prompt begins with a prompt and the completion that answered it.
-
-    In TRL's tool loop all of them do.
-    """
+    """Whether the first prompt begins with an earlier prompt and its completion, as all do in TRL's tool loop."""
     first = list(prompts[0]) if prompts and isinstance(prompts[0], Sequence) else []
     return any(first[: len(ids)] == ids for ids in answered)
 

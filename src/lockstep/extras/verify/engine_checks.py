@@ -25,40 +25,45 @@ from lockstep.watch.gap import GapStats
 from lockstep.watch.push import score_canary
 from lockstep.watch.tolerances import Tolerance
 
+_SYNC_FIX = (
+    "the engine does not compute with the weights that it received; see which layers the module probe names"
+)
+# What to change where a proof fails.
+_FIXES = {
+    "tokenizer guards": "set the tokenizer's pad and end tokens to tokens that it has",
+    "vocabulary": "give trainer and engine the same model directory, with its own tokenizer; never resize embeddings",
+    "chat template": "add the token that closes an assistant's turn to eos_token_id in the model's "
+    "generation_config.json",
+    "token echo": "something between trainer and engine turns ids into text; send ids only",
+    "finish reasons": "the engine's finish reason does not fit its tokens: look for a wrapper that rewrites it or "
+    "strips end tokens",
+    "group layout": "the engine's answers do not belong to their prompts; do not pair them by position",
+    "repeated request": "runs will not repeat bit for bit on this engine: look for an option that makes batches depend "
+    "on timing",
+    "weight versions": "the engine serves tokens whose weight version is unknown",
+}
+
+
+def _row(proof: str, figure: str, limit: str, passed: bool) -> list[Row]:
+    return [Row(proof, figure, limit, passed, _FIXES[proof])]
+
 
 def tokenizer_guards(stage: Stage) -> list[Row]:
     """The pad token and the end tokens exist in the vocabulary."""
     tokenizer = stage.tokenizer
-    pad, end, ids = (
-        tokenizer.pad_token_id,
-        end_ids(stage.model, tokenizer),
-        set(tokenizer.get_vocab().values()),
-    )
-    passed = pad in ids and bool(end) and set(end) <= ids
-    return [
-        Row(
-            "tokenizer guards",
-            f"pad {pad}, end {', '.join(map(str, end))}, all existing tokens; masks come from lengths",
-            "existing ids",
-            passed,
-            "set the tokenizer's pad and end tokens to tokens that it has",
-        )
-    ]
+    pad, end = tokenizer.pad_token_id, end_ids(stage.model, tokenizer)
+    ids = set(tokenizer.get_vocab().values())
+    figure = f"pad {pad}, end {', '.join(map(str, end))}, all existing tokens; masks come from lengths"
+    return _row("tokenizer guards", figure, "existing ids", pad in ids and bool(end) and set(end) <= ids)
 
 
 def vocabulary(stage: Stage) -> list[Row]:
     """Model and engine embed equally many ids, and the tokenizer's pad and end tokens are among them."""
-    largest, rows = max(stage.tokenizer.get_vocab().values()), embedding_rows(stage.model)
+    tokenizer, rows = stage.tokenizer, embedding_rows(stage.model)
     engine = stage.engine.settings().vocab_size
-    return [
-        Row(
-            "vocabulary",
-            f"tokenizer ids to {largest}, model {rows}, engine {engine}",
-            "pad, end < model = engine",
-            max(stage.tokenizer.pad_token_id, *end_ids(stage.model, stage.tokenizer)) < rows == engine,
-            "give trainer and engine the same model directory, with its own tokenizer; never resize embeddings",
-        )
-    ]
+    figure = f"tokenizer ids to {max(tokenizer.get_vocab().values())}, model {rows}, engine {engine}"
+    passed = max(tokenizer.pad_token_id, *end_ids(stage.model, tokenizer)) < rows == engine
+    return _row("vocabulary", figure, "pad, end < model = engine", passed)
 
 
 def chat_template(stage: Stage) -> list[Row]:
@@ -66,30 +71,21 @@ def chat_template(stage: Stage) -> list[Row]:
     if stage.tokenizer.chat_template is None:
         return [Row("chat template", "none: prompts are plain text", "-", True)]
     question = [{"role": "user", "content": "Which number is larger, 38 or 61?"}]
-    kwargs = stage.config.template_arguments
-    opened = render_prompt(question, stage.tokenizer, kwargs)
-    answered = stage.tokenizer.apply_chat_template(
-        [*question, {"role": "assistant", "content": "61"}], tokenize=True, return_dict=True, **kwargs
-    )["input_ids"]
+    whole = [*question, {"role": "assistant", "content": "61"}]
+    tokenizer, kwargs = stage.tokenizer, stage.config.template_arguments
+    opened = render_prompt(question, tokenizer, kwargs)
+    encoded = tokenizer.apply_chat_template(whole, tokenize=True, return_dict=True, **kwargs)
+    answered = encoded["input_ids"]
     keeps = tuple(answered[: len(opened)]) == opened
     # The ids after the open conversation: the user's own turn may end with the same token.
     tail = answered[len(opened) :] if keeps else answered[-3:]
-    ends = [i for i in tail if i in end_ids(stage.model, stage.tokenizer)]
-    closing = stage.tokenizer.decode(answered[-2:])
-    return [
-        Row(
-            "chat template",
-            f"{'prefix-preserving' if keeps else 'not prefix-preserving (turns are appended as ids, never rendered again)'}; "  # noqa: E501
-            + (
-                f"a turn ends with {stage.tokenizer.decode(ends[-1:])!r}"
-                if ends
-                else f"a turn ends with {closing!r}"
-            ),
-            "a turn ends with an end token",
-            bool(ends),
-            "add the token that closes an assistant's turn to eos_token_id in the model's generation_config.json",
-        )
-    ]
+    ends = [i for i in tail if i in end_ids(stage.model, tokenizer)]
+    closing = tokenizer.decode(ends[-1:] if ends else answered[-2:])
+    kind = "prefix-preserving"
+    if not keeps:
+        kind = "not prefix-preserving (turns are appended as ids, never rendered again)"
+    figure = f"{kind}; a turn ends with {closing!r}"
+    return _row("chat template", figure, "a turn ends with an end token", bool(ends))
 
 
 def handshake(stage: Stage) -> list[Row]:
@@ -99,15 +95,11 @@ def handshake(stage: Stage) -> list[Row]:
     quantization = stage.config.vllm_quantization
     shake_hands(stage.engine, stage.model, stage.trainer.model_path, *dtypes, quantization=quantization)
     found = stage.engine.settings()
-    return [
-        Row(
-            "settings handshake",
-            f"{found.engine}, {found.architecture}, {dtype_name(found.dtype)}, head {dtype_name(found.head_dtype)}, "
-            f"{found.logprobs_mode}{'' if found.quantization is None else f', weights in {found.quantization}'}",
-            "as training assumes",
-            True,
-        )
-    ]
+    figure = f"{found.engine}, {found.architecture}, {dtype_name(found.dtype)}, head {dtype_name(found.head_dtype)}, "
+    figure += (
+        f"{found.logprobs_mode}{'' if found.quantization is None else f', weights in {found.quantization}'}"
+    )
+    return [Row("settings handshake", figure, "as training assumes", True)]
 
 
 def echo(stage: Stage) -> list[Row]:
@@ -117,21 +109,12 @@ def echo(stage: Stage) -> list[Row]:
     longest = max(len(p.ids) for p in stage.prompts)
     prompts = [p.ids for p in stage.prompts]
     prompts += [whole_numbers([draw.randrange(rows) for _ in range(min(24, longest))]) for _ in range(4)]
-    answers = stage.sample(
-        Sampling(1), [Prompt(f"echo/{i}", ids, "") for i, ids in enumerate(prompts)], samples=1
-    )
+    asked = [Prompt(f"echo/{i}", ids, "") for i, ids in enumerate(prompts)]
+    answers = stage.sample(Sampling(1), asked, samples=1)
     equal = sum(np.array_equal(answer.prompt_ids, ids) for answer, ids in zip(answers, prompts, strict=True))
     changed = sum(not np.array_equal(stage.encoded_again(ids), ids) for ids in prompts)
-    return [
-        Row(
-            "token echo",
-            f"{equal} of {len(prompts)} prompts came back id for id ({changed} of them would not survive "
-            f"decode → encode)",
-            "all",
-            equal == len(prompts) and changed > 0,
-            "something between trainer and engine turns ids into text; send ids only",
-        )
-    ]
+    figure = f"{equal} of {len(prompts)} prompts came back id for id ({changed} of them would not survive "
+    return _row("token echo", f"{figure}decode → encode)", "all", equal == len(prompts) and changed > 0)
 
 
 def finish_reasons(stage: Stage) -> list[Row]:
@@ -148,17 +131,9 @@ def finish_reasons(stage: Stage) -> list[Row]:
     if cut is not None:
         seen.add("stop string")
         wrong += [] if cut.finish_reason == "stop" else [cut]
-    return [
-        Row(
-            "finish reasons",
-            f"{len(found) + len(short) + bool(cut) - len(wrong)} right, {len(wrong)} wrong; seen: "
-            f"{', '.join(sorted(seen))}",
-            "none wrong",
-            not wrong,
-            "the engine's finish reason does not fit its tokens: look for a wrapper that rewrites it or "
-            "strips end tokens",
-        )
-    ]
+    right = len(found) + len(short) + bool(cut) - len(wrong)
+    figure = f"{right} right, {len(wrong)} wrong; seen: {', '.join(sorted(seen))}"
+    return _row("finish reasons", figure, "none wrong", not wrong)
 
 
 def groups(stage: Stage) -> list[Row]:
@@ -172,15 +147,8 @@ def groups(stage: Stage) -> list[Row]:
         for prompt, group in zip(stage.prompts, made, strict=True)
     )
     distinct = len({r.completion.token_ids.tobytes() for group in made for r in group.rollouts})
-    return [
-        Row(
-            "group layout",
-            f"{len(made)} prompts × {size} completions, {distinct} of them distinct",
-            "by key",
-            right,
-            "the engine's answers do not belong to their prompts; do not pair them by position",
-        )
-    ]
+    figure = f"{len(made)} prompts × {size} completions, {distinct} of them distinct"
+    return _row("group layout", figure, "by key", right)
 
 
 def repetition(stage: Stage) -> list[Row]:
@@ -191,21 +159,11 @@ def repetition(stage: Stage) -> list[Row]:
     stage.trainer.source.send(stage.version)
     again = stage.sample(stage.sampling(temperature=1.0))
     same = sum(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(first, again, strict=True))
-    pairs = [
-        (a, b)
-        for x, y in zip(first, again, strict=True)
-        for a, b in zip(x.logprobs, y.logprobs, strict=False)
-    ]
+    both = zip(first, again, strict=True)
+    pairs = [pair for a, b in both for pair in zip(a.logprobs, b.logprobs, strict=False)]
     apart = max(abs(a - b) for a, b in pairs)
-    return [
-        Row(
-            "repeated request",
-            f"{same} of {len(first)} give the same tokens; log-probs at most {apart:.1e} apart",
-            "all",
-            same == len(first),
-            "runs will not repeat bit for bit on this engine: look for an option that makes batches depend on timing",
-        )
-    ]
+    figure = f"{same} of {len(first)} give the same tokens; log-probs at most {apart:.1e} apart"
+    return _row("repeated request", figure, "all", same == len(first))
 
 
 def _stopped_by_string(stage: Stage, found: list[Completion]) -> Completion | None:
@@ -224,11 +182,6 @@ def _stopped_by_string(stage: Stage, found: list[Completion]) -> Completion | No
     return None
 
 
-_SYNC_FIX = (
-    "the engine does not compute with the weights that it received; see which layers the module probe names"
-)
-
-
 def canary(stage: Stage) -> list[Row]:
     """Both sides score fixed sequences."""
     found = score_canary(stage.model, stage.engine, stage.engine.settings().max_model_len, stage.precision)
@@ -243,22 +196,12 @@ def module_probe(stage: Stage) -> list[Row]:
     name = max(errors, key=lambda n: errors[n])
     failed = sorted({n for r in records for n in r.failed})
     unreached = records[0].unreached
-    note = (
-        f"; no probe reaches {', '.join(unreached[:3])}{' …' if len(unreached) > 3 else ''}"
-        if unreached
-        else ""
-    )
-    return [
-        Row(
-            "module probe",
-            f"{records[0].of_modules} modules, {probe.reached():.0%} of the weights; worst {name} "
-            f"{errors[name]:.1e}{note}",
-            f"{records[0].limit:g}",
-            not failed,
-            f"these weights are not in use as they were sent: {', '.join(failed[:8])}",
-            {"errors": errors, "unreached": list(unreached)},
-        )
-    ]
+    figure = f"{records[0].of_modules} modules, {probe.reached():.0%} of the weights; worst {name} {errors[name]:.1e}"
+    if unreached:
+        figure += f"; no probe reaches {', '.join(unreached[:3])}{' …' if len(unreached) > 3 else ''}"
+    fix = f"these weights are not in use as they were sent: {', '.join(failed[:8])}"
+    details = {"errors": errors, "unreached": list(unreached)}
+    return [Row("module probe", figure, f"{records[0].limit:g}", not failed, fix, details)]
 
 
 def sync(stage: Stage) -> list[Row]:
@@ -290,10 +233,8 @@ def caches(stage: Stage) -> list[Row]:
         found = stage.gap(moved, sampling)
     apart = stage.gap(moved, sampling)
     stage.push()
-    fix = (
-        "keys and values of older weights outlive a push: the engine confirmed a reset of its caches that "
-        "it did not do"
-    )
+    why = "the engine confirmed a reset of its caches that it did not do"
+    fix = f"keys and values of older weights outlive a push: {why}"
     note = f", prompt of {len(longest.ids)}"
     limit = stage.trainer.proofs.limit
     return [_conclusive(gap_row("caches after a sync", found, limit, fix, note), apart, limit)]
@@ -311,25 +252,14 @@ def versions(stage: Stage) -> list[Row]:
     except ProofError as error:
         closed = error.check == "version"
     stage.push()
-    return [
-        Row(
-            "weight versions",
-            f"{'every token stamped' if stamped else 'tokens without their version'}; "
-            f"{'closed' if closed else 'open'} during an update",
-            "stamped, closed",
-            stamped and closed,
-            "the engine serves tokens whose weight version is unknown",
-        )
-    ]
+    figure = "every token stamped" if stamped else "tokens without their version"
+    figure += f"; {'closed' if closed else 'open'} during an update"
+    return _row("weight versions", figure, "stamped, closed", stamped and closed)
 
 
 def _conclusive(row: Row, apart: GapStats, limit: Tolerance) -> Row:
     """The row. It fails if the weights before the change would have passed too."""
     if apart.mean_abs > limit.mean:
         return row
-    return replace(
-        row,
-        passed=False,
-        fix=f"nothing was shown: old weights are only {apart.mean_abs:.1e} away, within the limit for these "
-        f"dtypes; use float32",
-    )
+    why = f"old weights are only {apart.mean_abs:.1e} away, within the limit for these dtypes; use float32"
+    return replace(row, passed=False, fix=f"nothing was shown: {why}")

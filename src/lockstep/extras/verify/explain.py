@@ -6,16 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
-from lockstep.report.page.run_record import (
-    MEANS,
-    alone_above,
-    closest,
-    judged_means,
-    largest_gaps,
-    read_run,
-    steps_alone,
-    waiting_tokens,
-)
+from lockstep.report.page import run_record
 from lockstep.watch.receipt import RECEIPT, read_receipt
 
 Line = dict[str, Any]
@@ -23,14 +14,10 @@ _PARTS = ("semantics", "numerics", "staleness", "defect")
 
 
 def explain_run(folder: Path) -> str:
-    """A page of text about a run's receipt and metrics.
-
-    Raises:
-        InputError: there is no receipt, or its chain is broken.
-    """
+    """A page of text about a run's receipt and metrics."""
     receipt = folder / RECEIPT
     if not receipt.is_file():
-        raise InputError(f"{folder} has no {RECEIPT}: is it the output directory of a run?")
+        raise InputError(f"explain: {folder} has no {RECEIPT}: is it the output directory of a run?")
     entries = read_receipt(receipt)
     starts = [e for e in entries if e.get("kind") == "start"]
     steps = [e for e in entries if e.get("kind") == "step"]
@@ -73,7 +60,7 @@ def _gaps(steps: list[Line], start: Line) -> list[str]:
     compared = [s for s in steps if s["checked_tokens"]]
     third = max(len(compared) // 3, 1)
     early, late = (_mean(part) for part in (compared[:third], compared[-third:]))
-    worst = closest(largest_gaps(steps, start["limits"]["max"]))
+    worst = run_record.closest(run_record.largest_gaps(steps, start["limits"]["max"]))
     assert worst is not None
     trend = "grows" if late > 2 * early else "falls" if early > 2 * late else "is steady"
     return [
@@ -87,16 +74,14 @@ def _gaps(steps: list[Line], start: Line) -> list[str]:
 
 
 def _judged(steps: list[Line]) -> list[str]:
-    """The means that were compared with their limits, and single steps above a limit; empty for a receipt without
-    them.
-    """
+    """The means that were compared with their limits, and single steps above a limit, if the receipt has them."""
     lines = []
-    for name in MEANS:
-        judged = judged_means(steps, name)
-        if (worst := closest(judged)) is not None:
-            alone = steps_alone(alone_above(judged), name)
+    for name in run_record.MEANS:
+        judged = run_record.judged_means(steps, name)
+        if (worst := run_record.closest(judged)) is not None:
+            alone = run_record.steps_alone(run_record.alone_above(judged), name)
             lines.append(f"            judged: {'; '.join(filter(None, [worst.text, alone]))}")
-    if waiting := waiting_tokens(steps):
+    if waiting := run_record.waiting_tokens(steps):
         lines.append(
             f"            the means of the last {waiting} tokens are not judged yet: they are too few"
         )
@@ -109,17 +94,16 @@ def _canaries(steps: list[Line]) -> list[str]:
     if not with_canary:
         return []
     worst = max(with_canary, key=lambda s: s["canary"]["max_abs_gap"])
+    tokens, largest = sum(s["stale_tokens"] for s in with_canary), worst["canary"]["max_abs_gap"]
     return [
-        f"stale       {sum(s['stale_tokens'] for s in with_canary)} tokens were older than the weights that "
-        f"learned from "
-        f"them; the canary of {len(with_canary)} steps: gap max {worst['canary']['max_abs_gap']:.1e} at step "
-        f"{worst['step']}"
+        f"stale       {tokens} tokens were older than the weights that learned from them; the canary of "
+        f"{len(with_canary)} steps: gap max {largest:.1e} at step {worst['step']}"
     ]
 
 
 def _parts(folder: Path) -> list[str]:
     """Means of the gap's decomposition, from the columns in the metrics; empty if the run did not write them."""
-    logged = [line for line in read_run(folder).metrics if f"parity/gap_{_PARTS[0]}" in line]
+    logged = [line for line in run_record.read_run(folder).metrics if f"parity/gap_{_PARTS[0]}" in line]
     if not logged:
         return []
     means = {part: sum(line[f"parity/gap_{part}"] for line in logged) / len(logged) for part in _PARTS}
@@ -139,16 +123,14 @@ def _parts(folder: Path) -> list[str]:
 def _weights(steps: list[Line], starts: list[Line]) -> list[str]:
     worst = max(steps, key=lambda s: s["worst_module"]["error"])
     stale = [s["step"] for s in steps if s["version"] != s["step"] - 1]
+    module = worst["worst_module"]
     lines = [
-        f"weights     {steps[-1]['tensors']} tensors per push; worst module of all probes: "
-        f"{worst['worst_module']['name']} "
-        f"{worst['worst_module']['error']:.1e} at step {worst['step']}"
+        f"weights     {steps[-1]['tensors']} tensors per push; worst module of all probes: {module['name']} "
+        f"{module['error']:.1e} at step {worst['step']}"
     ]
     if stale:
-        lines.append(
-            f"            {len(stale)} steps learned from rollouts of an earlier version "
-            f"(steps_per_generation, num_iterations)"
-        )
+        why = "learned from rollouts of an earlier version (steps_per_generation, num_iterations)"
+        lines.append(f"            {len(stale)} steps {why}")
     unreached = starts[-1]["modules"]["unreached"]
     if unreached:
         lines.append(f"            no probe reaches {', '.join(unreached[:4])}: only the gap covers them")

@@ -1,8 +1,4 @@
-"""Proofs about log-probs: the right distribution, a small gap in each dtype, gradients that do not depend on the
-split, and draws.
-
-The draws proof needs more tokens than a few steps sample.
-"""
+"""Proofs about log-probs: their distribution, a small gap in each dtype, gradients that no split changes, and draws."""
 
 from __future__ import annotations
 
@@ -49,10 +45,7 @@ from lockstep.watch.tolerances import Tolerance, tolerance
 
 
 class Unwatched:
-    """The events of `learn/events.py` that a loss and its backward have.
-
-    The sums are those of a run, and nobody judges them.
-    """
+    """The events of `learn/events.py` that a loss and its backward have. Nobody judges the sums."""
 
     def evidence(self) -> TokenEvidence:
         return TokenEvidence()
@@ -76,9 +69,7 @@ _ACCOUNTING_LIMIT = 1e-4
 
 
 def semantics(stage: Stage) -> list[Row]:
-    """The engine's log-probs belong to the distribution that was sampled, for several sampling settings and for the
-    run's own.
-    """
+    """The engine's log-probs belong to the distribution that was sampled, for several settings and the run's own."""
     tokens = stage.config.max_completion_length
     cases = {
         "T = 1": Sampling(tokens),
@@ -88,9 +79,7 @@ def semantics(stage: Stage) -> list[Row]:
         "T = 1, min-p 0.05": Sampling(tokens, min_p=0.05),
     }
     with _as_exact_as_possible(stage) as is_exact:
-        rows = [
-            semantics_row(stage, name, Distribution(sampling), is_exact) for name, sampling in cases.items()
-        ]
+        rows = [semantics_row(stage, name, Distribution(case), is_exact) for name, case in cases.items()]
         own = stage.trainer.proofs.distribution
         if replace(own.sampling, stop=(), max_kept_ids=Sampling(1).max_kept_ids) != stage.sampling():
             rows.append(semantics_row(stage, "the run's own settings", own, is_exact))
@@ -99,8 +88,7 @@ def semantics(stage: Stage) -> list[Row]:
 
 @contextmanager
 def _as_exact_as_possible(stage: Stage) -> Iterator[bool]:
-    """In this context, an engine in 8 bits does not quantise its inputs, and neither does the trainer's forward in 8
-    bits.
+    """In this context, an engine in 8 bits and the trainer's forward in 8 bits do not quantise their inputs.
 
     Yields:
         Whether the limits of the dtypes hold. They do not if the engine goes on to quantise its inputs
@@ -124,20 +112,13 @@ def _limit(stage: Stage, trainer: torch.dtype, *, is_exact: bool) -> Tolerance:
 
 
 def semantics_row(stage: Stage, name: str, distribution: Distribution, is_exact: bool) -> Row:
-    """The row of one distribution.
-
-    Tokens are scored among the engine's kept ids, as in training, and each set is compared.
-
-    Args:
-        is_exact: whether the limits of the dtypes hold.
-    """
+    """The row of one distribution. Tokens are scored among the engine's kept ids, and each set is compared."""
     completions = stage.sample(distribution.sampling, samples=2)
     limit = _limit(stage, stage.precision.dtype_of(stage.model), is_exact=is_exact)
     gap, proof = GapStats(), f"log-probs, {name}"
+    model, precision = stage.model, stage.precision
     for c in completions:
-        own = completion_logps(
-            stage.model, c.prompt_ids, c.token_ids, distribution, stage.precision, c.kept_ids
-        )
+        own = completion_logps(model, c.prompt_ids, c.token_ids, distribution, precision, c.kept_ids)
         gap = gap + measure_gap(torch.tensor(c.logprobs), own, [str(c.key)], [len(c.token_ids)])
     note, sampling = "" if is_exact else "; inputs in 8 bits, wider limits", distribution.sampling
     if sampling.is_filtered:
@@ -147,16 +128,10 @@ def semantics_row(stage: Stage, name: str, distribution: Distribution, is_exact:
             found.check_mean(sampling, limit)
         except ProofError as error:
             return Row(proof, error.found, "the ids that the filters keep", False, error.fix)
-        note += f"; {found.tokens} sets of kept ids" + (
-            f", {found.differences} other ids" if found.differences else ""
-        )
-    return gap_row(
-        proof,
-        gap,
-        limit,
-        "the engine reports log-probs of another distribution than it samples; set logprobs_mode=processed_logprobs",
-        note,
-    )
+        others = f", {found.differences} other ids" if found.differences else ""
+        note += f"; {found.tokens} sets of kept ids{others}"
+    fix = "the engine reports log-probs of another distribution than it samples; set logprobs_mode=processed_logprobs"
+    return gap_row(proof, gap, limit, fix, note)
 
 
 @torch.no_grad()
@@ -178,26 +153,18 @@ def parity_by_dtype(stage: Stage) -> list[Row]:
     rows: list[Row] = []
     with _as_exact_as_possible(stage) as is_exact:
         completions = stage.sample(sampling)
-        for trainer, precision in (
-            (torch.float32, Precision()),
-            (torch.bfloat16, Precision(autocast=torch.bfloat16)),
-        ):
-            gap, limit = (
-                stage.gap(completions, sampling, precision),
-                _limit(stage, trainer, is_exact=is_exact),
-            )
+        half = Precision(autocast=torch.bfloat16)
+        for trainer, precision in ((torch.float32, Precision()), (torch.bfloat16, half)):
+            limit = _limit(stage, trainer, is_exact=is_exact)
+            gap = stage.gap(completions, sampling, precision)
             name = f"parity gap, engine {dtype_name(engine)}, trainer {dtype_name(trainer)}"
             ours = " (this run)" if precision == stage.precision else ""
             row = gap_row(name + ours, gap, limit, "see which proof above failed first")
             if not row.passed and not ours and trainer == torch.bfloat16 and rows[0].passed:
                 # The engine agrees with the same forward in float32. What is left is the rounding of the model itself.
-                row = replace(
-                    row,
-                    figure=f"{row.figure}; this model's own forward rounds that much in bfloat16",
-                    limit=f"{row.limit} for a run with bf16: this model needs float32",
-                    passed=True,
-                    fix="",
-                )
+                figure = f"{row.figure}; this model's own forward rounds that much in bfloat16"
+                allowed = f"{row.limit} for a run with bf16: this model needs float32"
+                row = replace(row, figure=figure, limit=allowed, passed=True, fix="")
             rows.append(row)
     return rows
 
@@ -226,15 +193,9 @@ def accounting(stage: Stage) -> list[Row]:
     scores = _scored(stage, groups)
     whole = _token_gradients(stage, groups, scores, 1)
     apart = max(_distance(whole, _token_gradients(stage, groups, scores, parts)) for parts in (2, 4))
-    return [
-        Row(
-            "exact accounting",
-            f"gradients of the tokens in 1, 2 and 4 micro-batches differ by {apart:.1e} of their size",
-            f"{_ACCOUNTING_LIMIT:g}",
-            apart <= _ACCOUNTING_LIMIT,
-            "the loss depends on how a step is cut into micro-batches: a mean is taken over a part instead of the step",
-        )
-    ]
+    figure = f"gradients of the tokens in 1, 2 and 4 micro-batches differ by {apart:.1e} of their size"
+    fix = "the loss depends on how a step is cut into micro-batches: a mean is taken over a part instead of the step"
+    return [Row("exact accounting", figure, f"{_ACCOUNTING_LIMIT:g}", apart <= _ACCOUNTING_LIMIT, fix)]
 
 
 def _uneven_groups(stage: Stage) -> list[RolloutGroup]:
@@ -245,21 +206,14 @@ def _uneven_groups(stage: Stage) -> list[RolloutGroup]:
         most = max(stage.config.max_completion_length * (i + 1) // len(stage.prompts), 1)
         sampling = replace(own, max_tokens=most, min_tokens=min(own.min_tokens, most))
         completions = stage.sample(sampling, [prompt], samples=stage.config.num_generations)
-        made.append(
-            RolloutGroup(prompt, tuple(Rollout(c, "", {}, float(j % 2)) for j, c in enumerate(completions)))
-        )
+        rollouts = tuple(Rollout(c, "", {}, float(j % 2)) for j, c in enumerate(completions))
+        made.append(RolloutGroup(prompt, rollouts))
     return made
 
 
 @dataclass(frozen=True, slots=True)
 class _ScoredPolicy(Policy):
-    """A policy whose log-probs are numbers that were scored before.
-
-    Each sequence has its own, and they gather gradients.
-
-    Attributes:
-        scores: of each sequence, by name: log-probs and entropies are leaves.
-    """
+    """A policy whose log-probs were scored before: by sequence, scores that are leaves and gather gradients."""
 
     scores: Mapping[str, TokenScores] = field(default_factory=dict)
 
@@ -267,21 +221,17 @@ class _ScoredPolicy(Policy):
         self, pack: Pack, config: OnlineConfig, evidence: Evidence | None = None, **how: bool
     ) -> TokenScores:
         own = [self.scores[s.name] for s in pack.sequences]
-        support = [s.support for s in own if s.support is not None]
-        return TokenScores(
-            torch.cat([s.logps for s in own]),
-            torch.cat([s.entropies for s in own]),
-            support=torch.cat(support) if support else None,
-        )
+        given = [s.support for s in own if s.support is not None]
+        logps, entropies = torch.cat([s.logps for s in own]), torch.cat([s.entropies for s in own])
+        return TokenScores(logps, entropies, support=torch.cat(given) if given else None)
 
 
 def _scored(stage: Stage, groups: Sequence[RolloutGroup]) -> dict[str, TokenScores]:
     """The scores of every sequence, computed once by the policy, by name."""
     objective = GRPOObjective(_cut(stage, 1))
     policy, found = stage.trainer._policy(), dict[str, TokenScores]()
-    sequences = [
-        s for batch in prepare_generation(groups, objective, stage.version).micro_batches for s in batch
-    ]
+    generation = prepare_generation(groups, objective, stage.version)
+    sequences = [s for batch in generation.micro_batches for s in batch]
     with torch.no_grad(), policy.casts_kept():
         for pack in policy.packs(sequences, objective.config):
             scores = policy.score(pack, objective.config)
@@ -296,30 +246,21 @@ def _scored(stage: Stage, groups: Sequence[RolloutGroup]) -> dict[str, TokenScor
 def _token_gradients(
     stage: Stage, groups: Sequence[RolloutGroup], scores: Mapping[str, TokenScores], parts: int
 ) -> dict[str, torch.Tensor]:
-    """The gradient of the step's loss by the log-prob of every token, and by its entropy where the loss has one.
-
-    Args:
-        parts: the number of micro-batches.
-    """
+    """The gradient of the step's loss by every token's log-prob, and by its entropy, in a number of micro-batches."""
     objective = GRPOObjective(_cut(stage, parts))
-    leaves = {
-        name: replace(
-            own,
-            logps=own.logps.clone().requires_grad_(),
-            entropies=own.entropies.clone().requires_grad_(objective.entropy_gradient),
-        )
-        for name, own in scores.items()
-    }
+
+    def leaf_of(own: TokenScores) -> TokenScores:
+        entropies = own.entropies.clone().requires_grad_(objective.entropy_gradient)
+        return replace(own, logps=own.logps.clone().requires_grad_(), entropies=entropies)
+
+    leaves = {name: leaf_of(own) for name, own in scores.items()}
     known = {f.name: getattr(stage.trainer._policy(), f.name) for f in fields(Policy)}
     policy, sums = _ScoredPolicy(**known, scores=leaves), StepSums(TokenEvidence())
     for batch in prepare_generation(groups, objective, stage.version).micro_batches:
         learn(policy, batch, objective, PhaseClock(), sums, Unwatched())
-    return {
-        f"{name}, {kind}": leaf.grad
-        for name, own in leaves.items()
-        for kind, leaf in (("log-probs", own.logps), ("entropies", own.entropies))
-        if leaf.grad is not None
-    }
+    found = {f"{name}, log-probs": own.logps.grad for name, own in leaves.items()}
+    found |= {f"{name}, entropies": own.entropies.grad for name, own in leaves.items()}
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
 def _cut(stage: Stage, parts: int) -> GRPOConfig:
@@ -363,31 +304,16 @@ def _row(stage: Stage, most: int) -> Row:
     for turn in itertools.count():
         if tokens >= most or alarm:
             break
-        groups = collect(
-            stage.prompts,
-            stage.engine,
-            stage.tokenizer,
-            sampling,
-            Record,
-            num_generations=_SAMPLES,
-            run_seed=turn,
-            version=stage.version,
-        )
-        evidence_of_turn = stage.trainer.watch.evidence()
-        score_all(
-            stage.trainer.loop.policy(), sequences_of(groups, stage.version), stage.config, evidence_of_turn
-        )
-        stats = evidence_of_turn.draws
+        asked: dict[str, Any] = {"num_generations": _SAMPLES, "run_seed": turn, "version": stage.version}
+        groups = collect(stage.prompts, stage.engine, stage.tokenizer, sampling, Record, **asked)
+        of_turn, sequences = stage.trainer.watch.evidence(), sequences_of(groups, stage.version)
+        score_all(stage.trainer.loop.policy(), sequences, stage.config, of_turn)
+        stats = of_turn.draws
         tokens += stats.tokens
         evidence.add(stats)
         try:
             evidence.check(stage.version, stats)
         except ProofError as error:
             alarm = error.cause
-    return Row(
-        "draws",
-        f"evidence against fair draws {math.exp(evidence.log_evidence):.1e}, {tokens} tokens",
-        f"{1 / FALSE_ALARM:.0e}",
-        not alarm,
-        alarm,
-    )
+    figure = f"evidence against fair draws {math.exp(evidence.log_evidence):.1e}, {tokens} tokens"
+    return Row("draws", figure, f"{1 / FALSE_ALARM:.0e}", not alarm, alarm)

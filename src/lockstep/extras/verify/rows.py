@@ -58,29 +58,20 @@ def print_rows(rows: list[Row], console: Terminal) -> None:
     for name in ("proof", "found", "limit", ""):
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(
-            row.proof, escape(row.figure), row.limit, "[green]PASS" if row.passed else "[bold red]FAIL"
-        )
+        verdict = "[green]PASS" if row.passed else "[bold red]FAIL"
+        table.add_row(row.proof, escape(row.figure), row.limit, verdict)
     console.print(table)
     failed = [row for row in rows if not row.passed]
     console.print(f"\n{len(rows)} proofs, {len(failed)} failed", highlight=False)
     for row in failed:
-        console.print(
-            f"\n[bold]{row.proof}[/]: {escape(row.figure)}\n  what to change: {escape(row.fix)}",
-            highlight=False,
-        )
+        found = f"\n[bold]{row.proof}[/]: {escape(row.figure)}"
+        console.print(f"{found}\n  what to change: {escape(row.fix)}", highlight=False)
 
 
 def write_json(path: Path, rows: list[Row], settings: dict[str, Any]) -> None:
-    """Write the rows with their details, and the settings of the run.
-
-    Numbers that JSON cannot represent become text.
-    """
-    content = {
-        "passed": all(row.passed for row in rows),
-        "settings": settings,
-        "rows": [asdict(row) for row in rows],
-    }
+    """Write the rows with their details, and the settings. Numbers that JSON cannot represent become text."""
+    passed = all(row.passed for row in rows)
+    content = {"passed": passed, "settings": settings, "rows": [asdict(row) for row in rows]}
     replace_text(path, json.dumps(_plain(content), indent=1, default=str) + "\n")
 
 

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lockstep.errors import LockstepError, ProofError
-from lockstep.extras.verify import engine_checks as token_checks
-from lockstep.extras.verify import engine_checks as weight_checks
-from lockstep.extras.verify import logprob_checks
-from lockstep.extras.verify import logprob_checks as draw_checks
+from lockstep.extras.verify import engine_checks, logprob_checks
 from lockstep.extras.verify.rows import Row
 from lockstep.extras.verify.stage import Stage
 
@@ -17,24 +14,24 @@ Check = Callable[[Stage], list[Row]]
 
 # Cheap checks that come first in the data's path run first; checks that need everything run last.
 CHECKS: dict[str, Check] = {
-    "tokenizer guards": token_checks.tokenizer_guards,
-    "vocabulary": token_checks.vocabulary,
-    "chat template": token_checks.chat_template,
-    "settings handshake": token_checks.handshake,
-    "token echo": token_checks.echo,
-    "finish reasons": token_checks.finish_reasons,
-    "group layout": token_checks.groups,
-    "repeated request": token_checks.repetition,
-    "module probe": weight_checks.module_probe,
-    "canary": weight_checks.canary,
+    "tokenizer guards": engine_checks.tokenizer_guards,
+    "vocabulary": engine_checks.vocabulary,
+    "chat template": engine_checks.chat_template,
+    "settings handshake": engine_checks.handshake,
+    "token echo": engine_checks.echo,
+    "finish reasons": engine_checks.finish_reasons,
+    "group layout": engine_checks.groups,
+    "repeated request": engine_checks.repetition,
+    "module probe": engine_checks.module_probe,
+    "canary": engine_checks.canary,
     "log-prob semantics": logprob_checks.semantics,
-    "draws": draw_checks.draws,
+    "draws": logprob_checks.draws,
     "parity gap by dtype": logprob_checks.parity_by_dtype,
     "training step": logprob_checks.training_step,
     "exact accounting": logprob_checks.accounting,
-    "weight sync": weight_checks.sync,
-    "caches after a sync": weight_checks.caches,
-    "weight versions": weight_checks.versions,
+    "weight sync": engine_checks.sync,
+    "caches after a sync": engine_checks.caches,
+    "weight versions": engine_checks.versions,
 }
 
 
@@ -50,11 +47,7 @@ PICTURE_CHECKS: dict[str, Check] = {
 
 
 def run_checks(stage: Stage, progress: Callable[[str], None], checks: dict[str, Check] = CHECKS) -> list[Row]:
-    """The rows of every check, in order.
-
-    Args:
-        progress: called with the name of each check when it begins.
-    """
+    """The rows of every check, in order. `progress` gets the name of each check when it begins."""
     rows: list[Row] = []
     for name, check in checks.items():
         progress(name)
@@ -74,10 +67,7 @@ def failed_row(name: str, error: LockstepError) -> Row:
 
 
 def recover(stage: Stage) -> None:
-    """Load the model's weights into the engine again after a failed check.
-
-    If that fails too, the next check reports it.
-    """
+    """Load the model's weights into the engine again after a failed check. Failing too, the next check reports it."""
     try:
         restore(stage)
     except LockstepError:
@@ -85,11 +75,7 @@ def recover(stage: Stage) -> None:
 
 
 def restore(stage: Stage) -> None:
-    """Load the model's weights into the engine again, and prove every module.
-
-    Raises:
-        ProofError: the engine does not compute with them.
-    """
+    """Load the model's weights into the engine again, and prove every module."""
     stage.model.zero_grad(set_to_none=True)
     stage.trainer.proofs.distrust()
     stage.push()

@@ -1,6 +1,4 @@
-"""The user's model, engine and settings as a training run with a few prompts.
-
-The proofs of `lockstep verify` run on it.
+"""The user's model, engine and settings as a training run with a few prompts, on which proofs run.
 
 It is a real `GRPOTrainer` with a real engine. Therefore the proofs test the same code that trains. Nothing is
 learned. Instead of an optimizer step, the stage changes the weights by small random amounts and restores them later.
@@ -10,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,10 +54,10 @@ _QUESTIONS = (
 
 @dataclass
 class StageConfig(GRPOConfig):
-    """A run's configuration on a stage.
+    """A run's configuration on a stage, whose completions are too short to be interrupted.
 
-    Its completions are too short to be interrupted. Each part of an interrupted completion
-    would be an ordinary answer of the engine. The engine does not sleep, because checks ask it at any time."""
+    The engine does not sleep, because checks ask it at any time.
+    """
 
     def __post_init__(self) -> None:
         self.max_thinking_length = self.min_thinking_length = None
@@ -130,14 +128,7 @@ class Stage:
         return push.proof.probe
 
     def step(self) -> int:
-        """One training step, up to the point at which the optimizer would change the weights.
-
-        Returns the number of proven
-        tokens.
-
-        Raises:
-            ProofError: as in training.
-        """
+        """One training step, until the optimizer would change the weights. Returns the number of proven tokens."""
         self.trainer.state.global_step += 1
         # The prompts of a stage are not always the rows of its trainer.
         rows = self.trainer.watch.given_rows
@@ -148,11 +139,7 @@ class Stage:
         return generation.sampled_tokens if generation is not None else 0
 
     def evaluate(self) -> None:
-        """One evaluation on the stage's prompts.
-
-        Raises:
-            ProofError: as in training.
-        """
+        """One evaluation on the stage's prompts."""
         self.trainer.state.global_step += 1
         digest = data_digest(self.prompts)
         evaluate(self.trainer.loop, self.prompts, lambda: digest)
@@ -166,13 +153,7 @@ class Stage:
     ) -> None:
         """Real optimizer steps, in the loop of training, from version 0 on. The caller restores the weights.
 
-        Args:
-            after, begin: a function, and the number of optimizer steps after which it is called, before the next
-                forward.
-            is_enough: whether the run ends before its last step; called after each step.
-
-        Raises:
-            ProofError: as in training.
+        `begin` is called after so many steps, before the next forward. `is_enough` may end the run after each step.
         """
         trainer, args = self.trainer, self.trainer.args
         caller = _BeginAndEnd(after, begin, is_enough)
@@ -195,16 +176,12 @@ class Stage:
 
     def groups(self, sampling: Sampling, prompts: Sequence[Prompt], samples: int) -> list[RolloutGroup]:
         """Rollout groups, sampled by the engine with its current weights."""
-        return collect(
-            prompts,
-            self.engine,
-            self.tokenizer,
-            sampling,
-            Record,
-            num_generations=samples,
-            run_seed=self.config.seed,
-            version=self.version,
-        )
+        asked: dict[str, Any] = {
+            "num_generations": samples,
+            "run_seed": self.config.seed,
+            "version": self.version,
+        }
+        return collect(prompts, self.engine, self.tokenizer, sampling, Record, **asked)
 
     def sample(
         self, sampling: Sampling, prompts: Sequence[Prompt] | None = None, samples: int = 2
@@ -215,34 +192,27 @@ class Stage:
 
     def encoded_again(self, ids: Ids) -> Ids:
         """The ids after decoding them to text and encoding the text again."""
-        return whole_numbers(
-            self.tokenizer(self.tokenizer.decode(ids.tolist()), add_special_tokens=False)["input_ids"]
-        )
+        text = self.tokenizer.decode(ids.tolist())
+        return whole_numbers(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def gap(
         self, completions: Sequence[Completion], sampling: Sampling, precision: Precision | None = None
     ) -> GapStats:
         """Parity gap between completions and the trainer's plain forward."""
-        stats = GapStats()
+        stats, precision = GapStats(), precision or self.precision
         for c in completions:
-            own = completion_logps(
-                self.model,
-                c.prompt_ids,
-                c.token_ids,
-                sampling,
-                precision or self.precision,
-                pictures=c.pictures,
-            )
+            ids = c.prompt_ids, c.token_ids
+            own = completion_logps(self.model, *ids, sampling, precision, pictures=c.pictures)
             stats = stats + measure_gap(torch.tensor(c.logprobs), own, [str(c.key)], [len(own)])
         return stats
 
     def prompt_logps(self) -> torch.Tensor:
         """(N,) the policy's log-probs of all tokens of the prompts but their first ones, at temperature 1."""
-        found = [
-            completion_logps(self.model, p.ids[:1], p.ids[1:], Sampling(1), self.precision)
-            for p in self.prompts
-        ]
-        return torch.cat(found).cpu()
+        return torch.cat([self.logps_of(p.ids) for p in self.prompts]).cpu()
+
+    def logps_of(self, ids: Ids) -> torch.Tensor:
+        """(N − 1,) the policy's log-probs of N ids but the first one, at temperature 1."""
+        return completion_logps(self.model, ids[:1], ids[1:], Sampling(1), self.precision)
 
     def sampling(self, **changes: Any) -> Sampling:
         """The run's sampling settings, with changes."""
@@ -250,10 +220,7 @@ class Stage:
         return replace(Sampling(limit, temperature=self.config.temperature, end_ids=ends), **changes)
 
     def move(self, scale: float, seed: int | None = None) -> None:
-        """Add noise to every trained weight:
-
-        `scale` times its tensor's mean absolute value, with a new seed for each version.
-        """
+        """Add noise to every trained weight: `scale` × its tensor's mean absolute value, with a seed per version."""
         generator = torch.Generator().manual_seed(self.version if seed is None else seed)
         with torch.no_grad():
             for p in filter(lambda p: p.requires_grad, self.model.parameters()):
@@ -280,10 +247,7 @@ class Stage:
 
     @contextmanager
     def counted_tokens(self) -> Iterator[Callable[[], int]]:
-        """A context that gives a function.
-
-        It returns the number of tokens that the engine has answered in the context.
-        """
+        """A context that gives a function, which returns how many tokens the engine has answered in the context."""
         real, answered = self.engine.serve, 0
 
         class Counting:
@@ -293,11 +257,9 @@ class Stage:
             def __getattr__(self, name: str) -> Any:
                 return getattr(self._inbox, name)
 
-            def answer(
-                self, completion: Completion, versions: Collection[int], vocab_size: int | None = None
-            ) -> None:
+            def answer(self, completion: Completion, *given: Any, **named: Any) -> None:
                 nonlocal answered
-                self._inbox.answer(completion, versions, vocab_size)
+                self._inbox.answer(completion, *given, **named)
                 answered += len(completion.token_ids)
 
         with patch.object(self.engine, "serve", lambda inbox: real(Counting(inbox))):  # type: ignore[arg-type]
@@ -330,10 +292,6 @@ def open_stage(
             pictures.
         engine: a running engine to use. The caller closes it.
         peft_config: the adapter that is trained; None: the whole model is trained.
-
-    Raises:
-        InputError: model, engine or tokenizer cannot be used.
-        ProofError: the handshake, the first push or the canary fails.
     """
     import datasets
 
@@ -350,19 +308,11 @@ def open_stage(
         # Messages show pictures before their text. Plain text must show them itself, with text between them.
         before = 2 * f"{_placeholder(model)} " if plain else ""
         shown = zip(prompts, _pictures(len(prompts)), strict=True)
-        rows = [
-            {"prompt": before + prompt if plain else prompt, "images": images} for prompt, images in shown
-        ]
+        rows = [{"prompt": before + own if plain else own, "images": images} for own, images in shown]
     with temporary_folder("lockstep-verify-") as folder:
-        config.output_dir, config.reward_weights = str(folder), None
-        trainer = GRPOTrainer(
-            model,
-            _alternating,
-            config,
-            datasets.Dataset.from_list(rows),
-            engine=engine,
-            peft_config=peft_config,
-        )
+        config.output_dir, config.reward_weights, config.push_to_hub = str(folder), None, False
+        data = datasets.Dataset.from_list(rows)
+        trainer = GRPOTrainer(model, _alternating, config, data, engine=engine, peft_config=peft_config)
         # Nobody reads the files of these runs.
         trainer.remove_callback(RunFiles)
         try:
@@ -392,41 +342,27 @@ def _placeholder(model: str) -> str:
 
 
 def _visible_scale(stage: Stage) -> float:
-    """The smallest scale that changes log-probs by more than the tolerance of the engine's dtype; otherwise the
-    largest scale.
-    """
+    """The smallest scale that changes log-probs by more than the tolerance of the engine's dtype, or the largest."""
     limit = tolerance(stage.trainer.proofs.engine_dtype, stage.precision.dtype_of(stage.model)).mean
     prompt = min(stage.prompts, key=lambda p: len(p.ids)).ids
-
-    def scores() -> torch.Tensor:
-        return completion_logps(stage.model, prompt[:1], prompt[1:], Sampling(1), stage.precision)
-
-    before = scores()
+    before = stage.logps_of(prompt)
     for scale in _SCALES:
         with stage.moved(scale):
-            if float((scores() - before).abs().mean()) > 3 * limit:
+            if float((stage.logps_of(prompt) - before).abs().mean()) > 3 * limit:
                 break
     return scale
 
 
 def _with_foreign_ids(trainer: GRPOTrainer) -> tuple[Prompt, ...]:
-    """The trainer's prompts.
-
-    The last prompt is encoded letter by letter: the tokenizer would make other ids from its text.
-    """
+    """The trainer's prompts, the last one encoded letter by letter: its text would give the tokenizer other ids."""
     *first, last = trainer._train_prompts
-    tokenizer = trainer.processing_class
-    letters = [
-        i for letter in "Which is it?" for i in tokenizer(letter, add_special_tokens=False)["input_ids"]
-    ]
+    encoded = [trainer.processing_class(letter, add_special_tokens=False) for letter in "Which is it?"]
+    letters = [i for letter in encoded for i in letter["input_ids"]]
     return (*first, replace(last, ids=whole_numbers((*letters, *last.ids.tolist())[: len(last.ids)])))
 
 
 def _alternating(prompts: list, **columns: Any) -> list[float]:
-    """A reward that differs within every group, so that every group has a gradient.
-
-    A group scored alone gets the same.
-    """
+    """A reward that differs within every group, so that every group has a gradient, also if it is scored alone."""
     before: Counter[str] = Counter()
     rewards = []
     for prompt in map(repr, prompts):

@@ -1,21 +1,33 @@
-"""`lockstep verify`: runs the proofs on the user's model, engine and settings; runs their self-test; explains
-receipts.
-"""
+"""`lockstep verify`: runs the proofs on the user's model, engine and settings; their self-test; explains receipts."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli.fields import AdaptedRunArguments, build, check_model, read, resolved, said_of
-from lockstep.cli.help import underscored
+from lockstep.cli.fields import (
+    AdaptedRunArguments,
+    Given,
+    build,
+    check_effect,
+    check_model,
+    check_sizes,
+    read,
+    resolved,
+    said_of,
+)
+from lockstep.cli.help import fields_of, underscored
 from lockstep.cli.output import libraries_aside, quiet_libraries
+from lockstep.config.effect import tell_no_effect
 from lockstep.config.option import option
 from lockstep.errors import InputError, ProofError
 from lockstep.extras.verify.sizes import SIZES
+from lockstep.files import check_writable, what_is_at
 from lockstep.progress import busy, watched_by
 from lockstep.safe_text import complain, say
 
@@ -24,49 +36,31 @@ if TYPE_CHECKING:
     from lockstep.extras.verify.stage import Stage
 
 
+_option = partial(option, group="verify", common=True)
+
+
 @dataclass
 class VerifyArguments(AdaptedRunArguments):
     """The arguments of `lockstep verify`."""
 
-    model: str | None = option(
-        None, "Name, directory or hub id; as model_name_or_path.", group="verify", common=True
-    )
-    engine: str | None = option(
-        None, "vllm, transformers, or server. Default: as training would choose.", group="verify", common=True
-    )
-    dtype: str | None = option(
-        None,
-        "float32 or bfloat16 on both sides. Default: as training would choose.",
-        group="verify",
-        common=True,
-    )
-    json: str | None = option(
-        None, "File to write the table to, with every layer's figure.", group="verify", common=True
-    )
-    self_test: bool = option(
-        False, "Inject the known faults and show which proof catches each.", group="verify", common=True
-    )
-    receipt: str | None = option(
-        None, "Re-check the chain of a receipt file, and stop.", group="verify", common=True
-    )
-    explain: str | None = option(
-        None, "Read a run directory's receipt and say where its gap comes from.", group="verify", common=True
-    )
-    plain_prompts: bool = option(
-        False, "Verify with text instead of chat messages.", group="verify", common=True
-    )
+    model: str | None = _option(None, "Name, directory or hub id; as model_name_or_path.")
+    engine: str | None = _option(None, "vllm, transformers, or server. Default: as training would choose.")
+    dtype: str | None = _option(None, "float32 or bfloat16 on both sides. Default: as training would choose.")
+    json: str | None = _option(None, "File to write the table to, with every layer's figure.")
+    self_test: bool = _option(False, "Inject the known faults and show which proof catches each.")
+    receipt: str | None = _option(None, "Re-check the chain of a receipt file, and stop.")
+    explain: str | None = _option(None, "Read a run directory's receipt and say where its gap comes from.")
+    plain_prompts: bool = _option(False, "Verify with text instead of chat messages.")
 
 
 def run(words: list[str]) -> int:
-    """Run the command. Returns 0 if every proof passes (in the self-test: if every fault is caught), else 1.
-
-    Raises:
-        InputError: the proofs could not be run.
-    """
+    """Run the command. Returns 0 if every proof passes (in the self-test: if every fault is caught), else 1."""
     # These sizes come last, so they win over the user's words. They only decide how long the command takes.
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
-    given = read([*_with_dtype(words), *sizes], "verify")
+    given = replace(read([*_with_dtype(words), *sizes], "verify"), typed=tuple(map(underscored, words)))
     asked = said_of(given, VerifyArguments)
+    _say_unused(asked, given)
+    check_sizes(asked)
     if not given.dry_run:
         if asked.dtype is not None and not any(word.startswith("--dtype") for word in words):
             raise InputError("give dtype on the command line; in a file it is bf16 and engine_dtype")
@@ -89,13 +83,61 @@ def run(words: list[str]) -> int:
         say(resolved(arguments, config), end="")
         return 0
 
+    plain = copy.deepcopy(config)
+
     def config_with(changes: Mapping[str, int | float]) -> Any:
+        if not changes:
+            # What a config says is said once.
+            made = copy.deepcopy(plain)
+            return _for_faults(made) if arguments.self_test else made
         more = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
         made = build(read([*_with_dtype(words), *sizes, *more], "verify"), StageConfig, VerifyArguments)[1]
         return _for_faults(made) if arguments.self_test else made
 
     with libraries_aside():
         return _verify(arguments, _for_faults(config) if arguments.self_test else config, config_with)
+
+
+# A proof has prompts and rewards of its own: rewards, tools, agents and held-out rows are not used.
+_UNUSED = {
+    *SIZES,
+    *(
+        "reward_funcs",
+        "reward_weights",
+        "tools",
+        "environment_factory",
+        "rollout_func",
+        "agent",
+        "agent_command",
+    ),
+    *(
+        "eval_size",
+        "dataset_test_split",
+        "num_generations_eval",
+        "max_steps",
+        "num_train_epochs",
+        "eval_steps",
+    ),
+    *("eval_on_start", "eval_delay", "logging_steps", "logging_strategy", "logging_first_step"),
+    *("max_thinking_length", "min_thinking_length", "vllm_enable_sleep_mode", "resume_with_changes"),
+}
+# Fields of the data, which is read only if it is named.
+_OF_DATA = ("dataset_config", "dataset_train_split", "dataset_types", "dataset_seed", "train_size")
+
+
+def _say_unused(asked: VerifyArguments, given: Given) -> None:
+    for name in ("receipt", "explain"):
+        if getattr(asked, name) is not None:
+            if others := sorted(given.typed_names - {name}):
+                tell_no_effect(others, f"with {name}")
+            return
+    fields = fields_of("verify")
+    # "saving" is the group of what a run keeps.
+    unused = _UNUSED | {name for name, field in fields.items() if field.get("group") == "saving"}
+    if asked.dataset_name is None:
+        unused |= set(_OF_DATA)
+    where = "in lockstep verify, which has sizes, prompts and rewards of its own"
+    check_effect(asked, given, unused, where)
 
 
 def _for_faults(config: Any) -> Any:
@@ -117,8 +159,8 @@ def _check_asked(asked: VerifyArguments, values: dict[str, Any]) -> None:
             raise InputError(
                 f"{switch} is not verified yet: give --{switch} False to verify the model without"
             )
-    if asked.json and not Path(asked.json).resolve().parent.is_dir():
-        raise InputError(f"the folder of {asked.json} does not exist")
+    if asked.json:
+        check_writable(Path(asked.json))
     check_model(name)
 
 
@@ -127,18 +169,9 @@ def _verify(
 ) -> int:
     from lockstep.extras.fp8.quantised_faults import QUANTISED_FAULTS
     from lockstep.extras.lora_alone.adapter_faults import ADAPTER_FAULTS
+    from lockstep.extras.selftest import self_test
     from lockstep.extras.selftest.picture_faults import PICTURE_FAULTS
-    from lockstep.extras.selftest.self_test import (
-        FAULTS,
-        WAYS,
-        Verdict,
-        faults_of_runs,
-        print_verdicts,
-        rows_kept,
-        run_in_runs,
-        run_self_test,
-        write_verdicts,
-    )
+    from lockstep.extras.selftest.self_test import FAULTS, WAYS, Verdict, rows_kept, run_self_test
     from lockstep.extras.verify.rows import Row, print_rows, write_json
     from lockstep.extras.verify.run_checks import CHECKS, PICTURE_CHECKS, failed_row, recover, run_checks
     from lockstep.extras.verify.stage import open_stage
@@ -148,14 +181,11 @@ def _verify(
     name = arguments.model or arguments.model_name_or_path
     assert name is not None
     config.use_vllm = _use_vllm(arguments.engine, config)
+    injects = "the self-test injects faults into"
     if arguments.self_test and config.vllm_mode == "server":
-        raise InputError(
-            "the self-test injects faults into an engine in this process; run it with --engine vllm"
-        )
+        raise InputError(f"{injects} an engine in this process; run it with --engine vllm")
     if arguments.self_test and config.vllm_tensor_parallel_size > 1:
-        raise InputError(
-            "the self-test injects faults into a model in this process; leave vllm_tensor_parallel_size out"
-        )
+        raise InputError(f"{injects} a model in this process; leave vllm_tensor_parallel_size out")
     resolve_model(name)
     console = Terminal()
     rows: list[Row] = []
@@ -164,20 +194,19 @@ def _verify(
     def keep(found: Iterable[Verdict]) -> None:
         for verdict in found:
             verdicts.append(verdict)
-            write_verdicts(verdicts, arguments.json, ended=False)
+            self_test.write_verdicts(verdicts, arguments.json, ended=False)
 
     special = len(PICTURE_FAULTS) + len(ADAPTER_FAULTS) + len(QUANTISED_FAULTS)
-    injected = 1 + len(FAULTS) + special + len(WAYS) * (1 + len(faults_of_runs()))
+    injected = 1 + len(FAULTS) + special + len(WAYS) * (1 + len(self_test.faults_of_runs()))
     steps = 1 + (injected if arguments.self_test else len(CHECKS) + len(PICTURE_CHECKS))
+    opened = partial(open_stage, name, dataset=_prompts(arguments), plain=arguments.plain_prompts)
     with _progress(steps) as progress, ExitStack() as stack:
         progress("loading both sides")
         try:
             # First, because its prompts are the longest, and the engine gets room for them.
             seeing = _picture_stage(arguments, config_with({}), stack)
             engine = None if seeing is None else seeing.engine
-            with open_stage(
-                name, config, _prompts(arguments), plain=arguments.plain_prompts, engine=engine
-            ) as stage:
+            with opened(config, engine=engine) as stage:
                 settings = {"model": stage.trainer.model_path, "engine": stage.engine.settings()}
                 if arguments.self_test:
                     keep(run_self_test(stage, progress))
@@ -190,17 +219,11 @@ def _verify(
                     def open_with(changes: Mapping[str, int | float]) -> AbstractContextManager[Stage]:
                         other = config_with(changes)
                         other.use_vllm = config.use_vllm
-                        return open_stage(
-                            name,
-                            other,
-                            _prompts(arguments),
-                            plain=arguments.plain_prompts,
-                            engine=stage.engine,
-                        )
+                        return opened(other, engine=stage.engine)
 
                     for way in WAYS:
                         with rows_kept(verdicts, way.name):
-                            keep(run_in_runs(open_with, way, progress))
+                            keep(self_test.run_in_runs(open_with, way, progress))
                 else:
                     rows = run_checks(stage, progress)
                     if seeing is not None:
@@ -220,7 +243,7 @@ def _verify(
             # Trainer and engine could not start together. This error is the only row of the report.
             rows, settings = [failed_row("start", error)], {"model": name}
     if verdicts:
-        return print_verdicts(verdicts, console, arguments.json)
+        return self_test.print_verdicts(verdicts, console, arguments.json)
     print_rows(rows, console)
     if arguments.json:
         write_json(Path(arguments.json), rows, settings)
@@ -228,12 +251,7 @@ def _verify(
 
 
 def _picture_stage(arguments: VerifyArguments, config: Any, stack: ExitStack) -> Stage | None:
-    """A stage whose prompts show pictures, open until the end of `stack`; None: the model reads none, or cannot be
-    shown any.
-
-    Raises:
-        ProofError: the handshake, the first push or the canary fails.
-    """
+    """A stage whose prompts show pictures, open until the end of `stack`; None: the model cannot be shown any."""
     from transformers import AutoConfig
 
     from lockstep.extras.verify.stage import open_stage
@@ -259,11 +277,7 @@ def _picture_stage(arguments: VerifyArguments, config: Any, stack: ExitStack) ->
 
 @contextmanager
 def adapter_stage(name: str, arguments: VerifyArguments, config: Any) -> Iterator[Stage | None]:
-    """A stage whose engine gets an adapter alone; None: the model cannot have one.
-
-    Raises:
-        ProofError: the handshake, the first push or the canary fails.
-    """
+    """A stage whose engine gets an adapter alone; None: the model cannot have one."""
     import peft
     import torch
 
@@ -271,20 +285,15 @@ def adapter_stage(name: str, arguments: VerifyArguments, config: Any) -> Iterato
 
     config.use_vllm, config.vllm_enable_lora = True, True
     if torch.cuda.is_available() and config.engine_torch_dtype == torch.float32:
-        complain(
-            "lockstep: adapters alone: the engine computes in bfloat16, because vLLM has them in half "
-            "precision on a GPU"
-        )
+        why = "because vLLM has them in half precision on a GPU"
+        complain(f"lockstep: adapters alone: the engine computes in bfloat16, {why}")
         config.engine_dtype = "bfloat16"
     # With a new adapter's B of zeros, no fault would have an effect.
     adapter = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+    prompts, plain = _prompts(arguments), arguments.plain_prompts
     with ExitStack() as opened:
         try:
-            stage = opened.enter_context(
-                open_stage(
-                    name, config, _prompts(arguments), plain=arguments.plain_prompts, peft_config=adapter
-                )
-            )
+            stage = opened.enter_context(open_stage(name, config, prompts, plain=plain, peft_config=adapter))
         except InputError as error:
             complain(f"lockstep: adapters are not verified: {error}")
             yield None
@@ -295,8 +304,8 @@ def adapter_stage(name: str, arguments: VerifyArguments, config: Any) -> Iterato
 def _check_receipt(path: Path) -> int:
     from lockstep.watch.receipt import check_receipt
 
-    if not path.is_file():
-        raise InputError(f"receipt {path} does not exist")
+    if (there := what_is_at(path)) != "is a file":
+        raise InputError(f"receipt {path} {there}")
     try:
         lines = check_receipt(path)
     except InputError as error:

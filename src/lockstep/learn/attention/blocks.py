@@ -29,8 +29,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from lockstep.config.run import has_fast_bf16
-from lockstep.devices import sent
+from lockstep.devices import has_fast_bf16, sent
 from lockstep.learn.attention.paths import PathAttention, capped_attention, causal_attention, with_all_heads
 from lockstep.learn.attention.plan import (
     CHAIN_ROWS,

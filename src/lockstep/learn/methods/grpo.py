@@ -70,14 +70,17 @@ class GRPOConfig(GroupConfig):
         common=True,
     )
     importance_sampling_level: ImportanceLevel = option(
-        "token", "One ratio per token, or one per completion (GSPO).", group="method"
+        "token",
+        "One ratio per token, or one per completion (GSPO).",
+        group="method",
+        only_with="several_steps_or_kl",
     )
     delta: float | None = option(
         None,
         "Bound of the unclipped ratio (dual clipping); sensibly above 1 + epsilon.",
         group="method",
         bounds=Bounds(0, above=True, infinite=True),
-        only_with="clip",
+        only_with=("several_steps_or_below_1", "clip"),
     )
     sapo_temperature_pos: float = option(
         1.0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,6 +61,10 @@ class OnlineDPOConfig(OnlineConfig):
     vllm_gpu_memory_utilization: float = option(0.55, "Share of a GPU's memory for vLLM.")
 
     @property
+    def weights_tokens(self) -> bool:
+        return False
+
+    @property
     def group_size(self) -> int:
         return 2
 
@@ -84,8 +88,6 @@ class OnlineDPOConfig(OnlineConfig):
         self.beta = [float(b) for b in (self.beta if isinstance(self.beta, list | tuple) else [self.beta])]
         if not self.beta or min(self.beta) <= 0:
             raise InputError(f"beta={self.beta}; every beta must be above 0")
-        if self.loss_type not in get_args(PreferenceLossType):
-            raise InputError(f"loss_type={self.loss_type!r}; it must be sigmoid or ipo")
         if not 1 <= self.max_new_tokens < self.max_length:
             raise InputError(
                 f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in max_length={self.max_length}"

@@ -43,7 +43,11 @@ class PPOConfig(GroupConfig):
     )
     vf_coef: float = option(0.1, "Weight of the value loss.", group="method", bounds=Bounds(0))
     cliprange_value: float = option(
-        0.2, "How far a value may move from its estimate at sampling time.", group="method", bounds=Bounds(0)
+        0.2,
+        "How far a value may move from its estimate at sampling time.",
+        group="method",
+        bounds=Bounds(0),
+        only_with="several_steps",
     )
     value_learning_rate: float | None = option(
         None, "Learning rate of the value head; default: ten times learning_rate.", group="method"

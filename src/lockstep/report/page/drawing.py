@@ -1,11 +1,7 @@
-"""The curves of a report, and their drawing as inline SVG.
-
-Draws curves, histograms and stacked bars as inline SVG. Pure functions from numbers to text.
+"""The curves of a report: which metrics are drawn together, with which limits; and their drawing as inline SVG.
 
 Colors come from the page's style sheet (classes `c0` to `c7`), so that one drawing serves the light and the dark
 theme. Invisible columns over a drawing have a `<title>`, which browsers show when a pointer rests on it.
-
-The curves of a report: which metrics are drawn together, with which limits.
 """
 
 from __future__ import annotations
@@ -29,11 +25,7 @@ _BAR = "<rect class='{}' x='{:.1f}' y='{:.1f}' width='{:.1f}' height='{:.1f}'>{}
 
 
 class Series(NamedTuple):
-    """One curve. Points without a finite value are left out.
-
-    Attributes:
-        dots: draw points, and no line between them.
-    """
+    """One curve, or dots without a line between them. Points without a finite value are left out."""
 
     name: str
     points: Sequence[tuple[float, float | None]]
@@ -41,11 +33,7 @@ class Series(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """A line that values must stay below.
-
-    Attributes:
-        points: the limit at each step, for a limit that changes; `value` is then the last one.
-    """
+    """A line that values must stay below. A limit that changes has its value at each step, and the last one."""
 
     name: str
     value: float
@@ -72,9 +60,8 @@ def line_chart(series: Sequence[Series], limits: Sequence[Limit] = (), *, log: b
     for limit in limits:
         y = axis.place(limit.value)
         if len(limit.points) > 1:
-            places = [
-                (across(min(max(x, first), last)), axis.place(y)) for x, y in _thinned(list(limit.points))
-            ]
+            thinned = _thinned(list(limit.points))
+            places = [(across(min(max(x, first), last)), axis.place(y)) for x, y in thinned]
             parts.append(html("<polyline class='limit' fill='none' points='{}'/>", _path(places)))
         else:
             parts.append(html(_LINE, "limit", _LEFT, _WIDTH - _RIGHT, y, y))
@@ -92,10 +79,7 @@ def line_chart(series: Sequence[Series], limits: Sequence[Limit] = (), *, log: b
 
 
 def histogram(groups: Mapping[str, Sequence[float]], bins: int = 20) -> Html:
-    """How often values occur, as shares of each group; one bar per group and bin, side by side.
-
-    Empty without values.
-    """
+    """How often values occur, as shares of each group: one bar per group and bin, side by side. Empty without any."""
     named = {name: [v for v in values if math.isfinite(v)] for name, values in groups.items()}
     named = {name: values for name, values in named.items() if values}
     values = [v for own in named.values() for v in own]
@@ -131,19 +115,13 @@ def histogram(groups: Mapping[str, Sequence[float]], bins: int = 20) -> Html:
             if share:
                 x, y = _LEFT + i * room + room * 0.1 + n * bar, axis.place(share)
                 title = html("<title>{}</title>", f"{name}: {share:.1f} % at {labels[i]}")
-                parts.append(
-                    html(_BAR, f"d{n % COLORS}", x, y, max(bar - 0.5, 0.5), axis.place(0) - y, title)
-                )
+                width, height = max(bar - 0.5, 0.5), axis.place(0) - y
+                parts.append(html(_BAR, f"d{n % COLORS}", x, y, width, height, title))
     return _svg(parts, [(f"k{n % COLORS}", name) for n, name in enumerate(shares)] if len(shares) > 1 else [])
 
 
 def stacked_bars(names: Sequence[str], rows: Sequence[tuple[float, Sequence[float]]]) -> Html:
-    """One bar per step, or per few steps, of several parts on each other. Empty without rows.
-
-    Args:
-        names: the parts.
-        rows: a step, and the value of each part.
-    """
+    """One bar per row (a step, and the value of each named part), or per few rows. Empty without rows."""
     if not rows:
         return NOTHING
     size = -(-len(rows) // _BARS)
@@ -297,12 +275,7 @@ DRAWS_LIMIT = 6.0
 
 
 class Chart(NamedTuple):
-    """One drawing.
-
-    Attributes:
-        keys: the metrics that are drawn, with their names in the legend.
-        log: whether its axis is logarithmic.
-    """
+    """One drawing of metrics, with their names in the legend, perhaps on a logarithmic axis."""
 
     title: str
     unit: str
@@ -329,12 +302,19 @@ CHARTS = (
     Chart("Groups whose rewards are all equal", "share", {"frac_reward_zero_std": "no spread"}),
     Chart("Clipped tokens", "share", {"clip_ratio/region_mean": "clipped", "clip_ratio": "clipped"}),
 )
-_GAP = Chart(
-    "Parity gap between engine and trainer",
-    "nats",
-    {"parity/mean_abs_gap": "mean |g|", "parity/max_abs_gap": "largest |g|"},
-    log=True,
-)
+_OF_GAP = {"parity/mean_abs_gap": "mean |g|", "parity/max_abs_gap": "largest |g|"}
+_GAP = Chart("Parity gap between engine and trainer", "nats", _OF_GAP, log=True)
+
+
+_EVIDENCE = "power of ten; every token was drawn from what was reported"
+_SPEED = "sampled tokens, whole steps"
+
+
+def _evidence(steps: Sequence[Line]) -> Html:
+    key = "parity/draws_log10_evidence"
+    if not any(key in line for line in steps):
+        return NOTHING
+    return line_chart([Series("evidence", _points(steps, key))], [Limit("limit", DRAWS_LIMIT)])
 
 
 def charts_of(run: RunRecord) -> Html:
@@ -345,19 +325,8 @@ def charts_of(run: RunRecord) -> Html:
         _figure("Rewards, rollout by rollout", "share of the rollouts of a step, in %", _spread(run)),
         _figure(_GAP.title, _GAP.unit, line_chart(_gaps(run), gap_limits(run), log=True)),
         *(_figure(c.title, c.unit, line_chart(_series(steps, c), log=c.log)) for c in CHARTS),
-        _figure(
-            "Evidence against the draws",
-            "power of ten; every token was drawn from what was reported",
-            line_chart(
-                [Series("evidence", _points(steps, "parity/draws_log10_evidence"))],
-                [Limit("limit", DRAWS_LIMIT)],
-            )
-            if any("parity/draws_log10_evidence" in line for line in steps)
-            else NOTHING,
-        ),
-        _figure(
-            "Tokens per second", "sampled tokens, whole steps", line_chart([Series("speed", speeds(steps))])
-        ),
+        _figure("Evidence against the draws", _EVIDENCE, _evidence(steps)),
+        _figure("Tokens per second", _SPEED, line_chart([Series("speed", speeds(steps))])),
         _figure("Where the time goes", "seconds per log", _times(steps)),
     ]
     return html("<div class='charts'>{}</div>", together(drawn)) if any(drawn) else NOTHING
@@ -369,33 +338,28 @@ def charts_of_several(runs: Mapping[str, RunRecord]) -> Html:
     def several(key: str) -> list[Series]:
         return [Series(name, _points(run.steps, key)) for name, run in runs.items()]
 
-    chosen = [("Reward", "of training rollouts", "reward", False)]
-    for name, title in (
-        ("parity/max_abs_gap", "Largest parity gap"),
-        ("parity/mean_abs_gap", "Mean parity gap"),
-    ):
-        chosen.append((title, "nats", name, True))
+    logged = {key for run in runs.values() for line in run.steps for key in line}
+    chosen = [
+        ("Reward", "of training rollouts", "reward", False),
+        ("Largest parity gap", "nats", "parity/max_abs_gap", True),
+        ("Mean parity gap", "nats", "parity/mean_abs_gap", True),
+    ]
     for chart in CHARTS:
-        key = next(
-            (k for k in chart.keys if any(k in line for run in runs.values() for line in run.steps)), None
-        )
+        key = next((key for key in chart.keys if key in logged), None)
         if key is not None:
             chosen.append((chart.title, chart.unit, key, chart.log))
     drawn = [_figure(title, unit, line_chart(several(key), log=log)) for title, unit, key, log in chosen]
     held = [Series(name, evaluation_points(run)) for name, run in runs.items()]
     drawn.insert(1, _figure("Held-out reward", "evaluations", line_chart(held)))
     speed = [Series(name, speeds(run.steps)) for name, run in runs.items()]
-    drawn.append(_figure("Tokens per second", "sampled tokens, whole steps", line_chart(speed)))
+    drawn.append(_figure("Tokens per second", _SPEED, line_chart(speed)))
     last = {name: run.rewards[max(run.rewards)] for name, run in runs.items() if run.rewards}
     drawn.append(_figure("Rewards at the last kept step", "share of its rollouts, in %", histogram(last)))
     return html("<div class='charts'>{}</div>", together(drawn))
 
 
 def gap_limits(run: RunRecord) -> list[Limit]:
-    """The limits on the mean and on the largest gap.
-
-    The latter depends on the tokens of a step, and falls during a run.
-    """
+    """The limits on the mean and on the largest gap. The latter depends on the tokens of a step, and falls in a run."""
     limits = run.start.get("limits", {})
     largest = [(line["step"], line["max_allowed"]) for line in run.proven if "max_allowed" in line]
     of_mean = "limit of the judged mean" if _judged_later(run) else "limit of the mean"
@@ -406,10 +370,8 @@ def gap_limits(run: RunRecord) -> list[Limit]:
 def _gaps(run: RunRecord) -> list[Series]:
     """The gaps of the logs; and the means that were judged, where these are not the means of single steps."""
     judged = judged_means(run.proven, "mean_abs_gap") if _judged_later(run) else []
-    means = (
-        [Series("judged mean |g|", [(one.lines[-1]["step"], one.figure) for one in judged])] if judged else []
-    )
-    return _series(run.steps, _GAP) + means
+    points = [(one.lines[-1]["step"], one.figure) for one in judged]
+    return _series(run.steps, _GAP) + ([Series("judged mean |g|", points)] if points else [])
 
 
 def _judged_later(run: RunRecord) -> bool:
@@ -430,11 +392,8 @@ def evaluation_points(run: RunRecord) -> list[tuple[float, float | None]]:
 
 def speeds(steps: Sequence[Line]) -> list[tuple[float, float | None]]:
     """Sampled tokens per second of each log."""
-    return [
-        (line["step"], line["sampling/tokens"] / line["time/step"])
-        for line in steps
-        if line.get("time/step") and "sampling/tokens" in line
-    ]
+    timed = (line for line in steps if line.get("time/step") and "sampling/tokens" in line)
+    return [(line["step"], line["sampling/tokens"] / line["time/step"]) for line in timed]
 
 
 def _points(steps: Sequence[Line], key: str) -> list[tuple[float, float | None]]:
@@ -448,14 +407,11 @@ def _series(steps: Sequence[Line], chart: Chart) -> list[Series]:
 
 def _rewards(run: RunRecord) -> list[Series]:
     steps = run.steps
-    parts = dict.fromkeys(
-        k for line in steps for k in line if k.startswith("rewards/") and k.endswith("/mean")
-    )
+    keys = dict.fromkeys(key for line in steps for key in line)
+    parts = [key for key in keys if key.startswith("rewards/") and key.endswith("/mean")]
     series = [Series("reward", _points(steps, "reward"))]
-    if len(parts) > 1:
-        series += [
-            Series(key.removeprefix("rewards/").removesuffix("/mean"), _points(steps, key)) for key in parts
-        ]
+    for key in parts if len(parts) > 1 else ():
+        series.append(Series(key.removeprefix("rewards/").removesuffix("/mean"), _points(steps, key)))
     held_out = evaluation_points(run)
     return series + ([Series("held out", held_out, dots=True)] if held_out else [])
 
@@ -465,10 +421,10 @@ def _spread(run: RunRecord) -> Html:
 
 
 def _times(steps: Sequence[Line]) -> Html:
-    names = list(
-        dict.fromkeys(k for line in steps for k in line if k.startswith("time/") and k != "time/step")
+    keys = dict.fromkeys(
+        key for line in steps for key in line if key.startswith("time/") and key != "time/step"
     )
-    names = [name for name in names if any(line.get(name, 0) > 0 for line in steps)]
+    names = [name for name in keys if any(line.get(name, 0) > 0 for line in steps)]
     rows = [(line["step"], [line.get(name, 0.0) for name in names]) for line in steps]
     return stacked_bars([name.removeprefix("time/") for name in names], rows) if names else NOTHING
 

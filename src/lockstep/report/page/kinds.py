@@ -7,6 +7,7 @@ table reads only values that fit.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -65,13 +66,7 @@ def mapping(
     given: Mapping[str, Kind] | None = None,
     others: Callable[[str], Kind] = lambda name: anything,
 ) -> Kind:
-    """A mapping with texts as keys.
-
-    Args:
-        needed: the values that it must have.
-        given: values that it may have.
-        others: the kind of every other value, by its name.
-    """
+    """A mapping from texts to values: those that it must have, those that it may have, and others by their names."""
     needed, given = needed or {}, given or {}
 
     def found(value: Any) -> str | None:
@@ -101,9 +96,8 @@ def _content(value: Any) -> str | None:
 
 
 _CALL = mapping(given={"function": mapping()})
-messages = list_of(
-    mapping(given={"role": a_text, "content": _content, "tool_calls": or_none(list_of(_CALL))})
-)
+_MESSAGE = {"role": a_text, "content": _content, "tool_calls": or_none(list_of(_CALL))}
+messages = list_of(mapping(given=_MESSAGE))
 
 
 def a_prompt(value: Any) -> str | None:
@@ -112,23 +106,16 @@ def a_prompt(value: Any) -> str | None:
 
 
 class Reader:
-    """Reads JSON files, and keeps what it has left out.
-
-    Attributes:
-        left_out: one sentence's part per file: what, and why.
-    """
+    """Reads JSON files, and keeps what it has left out."""
 
     def __init__(self) -> None:
+        # A part of a sentence per file: what, and why.
         self.left_out: list[str] = []
 
     def read(self, path: Path, kind: Kind, clean: Callable[[Any], Any] = lambda value: value) -> Any:
-        """The content of a file; None if there is no file, or if it is left out.
-
-        Args:
-            clean: what is returned of a content that fits.
-        """
+        """What `clean` makes of a file's content; None if there is no file, or if it is left out."""
         try:
-            content = path.read_bytes()
+            content = _bytes_of(path)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -142,12 +129,9 @@ class Reader:
     def read_lines(
         self, path: Path, kind: Kind, clean: Callable[[Any], Any] = lambda value: value
     ) -> list[Any]:
-        """The entries of a `.jsonl` file; an empty list if there is no file.
-
-        A last line that a kill cut short is left out without a word.
-        """
+        """The entries of a `.jsonl` file, if there is one. A last line that a kill cut short is left out silently."""
         try:
-            lines = path.read_bytes().split(b"\n")
+            lines = _bytes_of(path).split(b"\n")
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -166,6 +150,13 @@ class Reader:
             count = "1 line" if len(reasons) == 1 else f"{len(reasons)} lines"
             self.left_out.append(f"{count} of {path} ({reasons[0]})")
         return entries
+
+
+def _bytes_of(path: Path) -> bytes:
+    """The content of a file. A pipe or a device would be read for ever."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file")
+    return path.read_bytes()
 
 
 _NO_JSON = "it is no JSON"

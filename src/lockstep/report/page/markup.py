@@ -1,9 +1,7 @@
-"""The one place where values become HTML: everything that is not HTML already is escaped, and its controls are made
-visible.
+"""The one place where values become HTML. What is not HTML already is escaped, and its controls are made visible.
 
-A function of the page makes HTML with `html("<td>{}</td>", value)` and puts pieces together with `together`. A text
-that was made in another way, such as an f-string with tags, is a value like any other, so that its tags are shown and
-not obeyed.
+`html("<td>{}</td>", value)` makes HTML, and `together` puts pieces together. A text that was made in another way, such
+as an f-string with tags, is a value like any other, so that its tags are shown and not obeyed.
 """
 
 from __future__ import annotations

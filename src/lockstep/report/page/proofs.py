@@ -1,6 +1,4 @@
-"""The proofs of a run in its report: each with what it compared, its limit and its margin; and the page of a proof
-that failed.
-"""
+"""The proofs of a run in its report: what each compared, its limit and its margin; and the proof that failed."""
 
 from __future__ import annotations
 
@@ -10,19 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lockstep.errors import PROOFS_PAGE
+from lockstep.report.page import run_record
 from lockstep.report.page.drawing import DRAWS_LIMIT, number
 from lockstep.report.page.markup import NOTHING, Html, html, together
-from lockstep.report.page.run_record import (
-    Line,
-    RunRecord,
-    alone_above,
-    closest,
-    judged_means,
-    largest_gaps,
-    mean_of,
-    steps_alone,
-    waiting_tokens,
-)
+from lockstep.report.page.run_record import Line, RunRecord, closest, mean_of, steps_alone
 
 
 class Measured(NamedTuple):
@@ -94,57 +83,34 @@ def measured_proofs(run: RunRecord) -> list[Measured]:
     compared = [line for line in steps if line.get("checked_tokens")]
     found = list(_at_start(run))
     if compared and "mean" in limits:
-        found.append(
-            _mean(
-                "gap, mean",
-                "engine's and trainer's log-prob of every token",
-                "mean_abs_gap",
-                steps,
-                limits["mean"],
-            )
-        )
-        largest = closest(largest_gaps(compared, limits["max"]))
+        what = "engine's and trainer's log-prob of every token"
+        found.append(_mean("gap, mean", what, "mean_abs_gap", steps, limits["mean"]))
+        largest = closest(run_record.largest_gaps(compared, limits["max"]))
         assert largest is not None
         worst = largest.lines[0]
         where = _at(worst) + (f", request {worst['worst_request']}" if "worst_request" in worst else "")
-        found.append(
-            Measured("gap, largest", "the same, the worst token", largest.figure, largest.limit, where)
-        )
-        found.append(
-            _mean("gap, k3", "the same, as an estimate of the KL divergence", "k3", steps, limits["k3"])
-        )
+        what = "the same, the worst token"
+        found.append(Measured("gap, largest", what, largest.figure, largest.limit, where))
+        what = "the same, as an estimate of the KL divergence"
+        found.append(_mean("gap, k3", what, "k3", steps, limits["k3"]))
     for name in dict.fromkeys(key for line in steps for key, value in line.items() if _is_gap(value)):
         own = [line for line in steps if _is_gap(line.get(name)) and line[name]["tokens"]]
         if own and "max" in limits:
             # An earlier version wrote the limit for the number of the canary's tokens only.
             otherwise = limits["max"] if name == "canary" else None
             what = "sequences scored again with the current weights"
+            title, gaps = name.replace("_", " "), [(_at(line), line[name]) for line in own]
             rows = [
-                Measured(
-                    name.replace("_", " "),
-                    what,
-                    s[name]["max_abs_gap"],
-                    s[name].get("max_allowed", otherwise),
-                    _at(s),
-                )
-                for s in own
+                Measured(title, what, g["max_abs_gap"], g.get("max_allowed", otherwise), at) for at, g in gaps
             ]
             found.append(max(rows, key=lambda row: (row.share, row.figure)))
     probed = [line for line in steps if "worst_module" in line]
     if probed and "module_probe" in limits:
         worst = max(probed, key=lambda s: s["worst_module"]["error"])
         module = worst["worst_module"]
-        where = f"{_at(worst)}, {module['name']}"
-        found.append(
-            Measured(
-                "module_probe",
-                "outputs of the engine's modules",
-                module["error"],
-                limits["module_probe"],
-                where,
-                "of rms",
-            )
-        )
+        where, limit = f"{_at(worst)}, {module['name']}", limits["module_probe"]
+        what = "outputs of the engine's modules"
+        found.append(Measured("module_probe", what, module["error"], limit, where, "of rms"))
     logged = [line for line in run.steps if "parity/draws_log10_evidence" in line]
     if logged:
         last = max(logged, key=lambda s: s["parity/draws_log10_evidence"])
@@ -155,15 +121,12 @@ def measured_proofs(run: RunRecord) -> list[Measured]:
 
 
 def _mean(name: str, what: str, figure: str, steps: Sequence[Line], limit: float) -> Measured:
-    """A mean of the gap that was judged.
-
-    An earlier version wrote only the sums of single steps: then it is that of the run.
-    """
-    judged = judged_means(steps, figure)
+    """A mean of the gap that was judged. If the receipt has only the sums of single steps, it is that of the run."""
+    judged = run_record.judged_means(steps, figure)
     if (worst := closest(judged)) is not None:
-        alone = steps_alone(alone_above(judged), figure)
+        alone = steps_alone(run_record.alone_above(judged), figure)
         return Measured(name, what, worst.figure, worst.limit, "; ".join(filter(None, [worst.where, alone])))
-    if waiting := waiting_tokens(steps):
+    if waiting := run_record.waiting_tokens(steps):
         found = mean_of(steps, figure)
         return Measured(name, what, found, None, f"not judged: {waiting} tokens are too few for a mean")
     compared = [line for line in steps if line.get("checked_tokens")]
@@ -192,9 +155,8 @@ def proofs_section(run: RunRecord) -> Html:
         for name, what in WITHOUT_FIGURE.items()
     ]
     table = html(
-        "<div class='wide'><table class='proofs'><tr><th>proof</th><th>compares</th><th>closest to its "
-        "limit</th><th>limit</th>"
-        "<th>margin</th><th>where</th></tr>{}</table></div>"
+        "<div class='wide'><table class='proofs'><tr><th>proof</th><th>compares</th><th>closest to its limit</th>"
+        "<th>limit</th><th>margin</th><th>where</th></tr>{}</table></div>"
         if rows
         else "<p>No proof with a figure has been written yet.</p>",
         rows,
@@ -212,10 +174,8 @@ def proofs_section(run: RunRecord) -> Html:
 def _notes(run: RunRecord) -> Html:
     """Checks that could not be made, and what of the user's stands in the way of the model's backward."""
     why = Counter((line["proof"], line["why"]) for line in run.unproven)
-    notes = [
-        html("<code>{}</code> was due and not made {} times: {}", proof, count, said)
-        for (proof, said), count in why.items()
-    ]
+    form = "<code>{}</code> was due and not made {} times: {}"
+    notes = [html(form, proof, count, said) for (proof, said), count in why.items()]
     if run.taken:
         own = "; ".join(dict.fromkeys(run.taken))
         notes.append(html("Of your own, in the model's forward and backward: {}", own))
@@ -227,32 +187,23 @@ def failure_section(run: RunRecord) -> Html:
     end = run.end
     if end.get("ended") != "failed":
         return NOTHING
-    rows: list[tuple[str, str]] = []
     if "check" in end:
-        rows = [
-            ("proof", str(end["check"])),
-            (
-                "step",
-                f"optimizer step {end['step'] + 1}, which was not taken; the weights are those after step "
-                f"{end['step']}",
-            ),
-            ("what was found", str(end["found"])),
-            ("likely cause", str(end["cause"])),
-            ("what to do", str(end["fix"])),
-            ("explained in", f"{PROOFS_PAGE}, row {end['check']}"),
-        ]
+        title, step = html("Proof <code>{}</code> has failed", end["check"]), end["step"]
+        rows = {
+            "proof": end["check"],
+            "step": f"optimizer step {step + 1}, which was not taken; the weights are those after step {step}",
+            "what was found": end["found"],
+            "likely cause": end["cause"],
+            "what to do": end["fix"],
+            "explained in": f"{PROOFS_PAGE}, row {end['check']}",
+        }
     else:
-        rows = [
-            ("error", str(end.get("error", ""))),
-            ("after step", str(end.get("step"))),
-            ("message", str(end.get("message", ""))),
-        ]
-    table = together(html("<tr><th>{}</th><td class='said'>{}</td></tr>", name, text) for name, text in rows)
-    title = (
-        html("Proof <code>{}</code> has failed", end["check"])
-        if "check" in end
-        else Html("The run has failed")
-    )
+        title = Html("The run has failed")
+        rows = {
+            "error": end.get("error", ""), "after step": end.get("step"), "message": end.get("message", ""),
+        }  # fmt: skip
+    form = "<tr><th>{}</th><td class='said'>{}</td></tr>"
+    table = together(html(form, name, str(text)) for name, text in rows.items())
     return html(
         "<section class='failure' id='failure'><h2>{}</h2><div class='wide'><table>{}</table></div>{}</section>",
         title,
@@ -280,11 +231,9 @@ def _worst_tokens(run: RunRecord) -> Html:
     form = "<tr><td><code>{}</code></td><td>{}</td><td><code>{}</code></td><td>{:+.2e}</td></tr>"
     rows = together(html(form, name, place, repr(text), gap) for gap, name, place, text in tokens[:10])
     return html(
-        "<h3>The tokens with the largest gaps</h3><p>Of the shown group. The gap is the engine's log-prob "
-        "minus the trainer's; the "
-        "place counts sampled tokens from 0.</p><div "
-        "class='wide'><table><tr><th>rollout</th><th>place</th><th>token</th>"
-        "<th>gap in nats</th></tr>{}</table></div>",
+        "<h3>The tokens with the largest gaps</h3><p>Of the shown group. The gap is the engine's log-prob minus the "
+        "trainer's; the place counts sampled tokens from 0.</p><div class='wide'><table><tr><th>rollout</th>"
+        "<th>place</th><th>token</th><th>gap in nats</th></tr>{}</table></div>",
         rows,
     )
 
@@ -296,32 +245,22 @@ def _at_start(run: RunRecord) -> Iterator[Measured]:
         yield Measured("canary", what, figure, limits["max"], "start")
     if "worst_module" in start and "module_probe" in limits:
         module, count = start["worst_module"], start.get("modules", {}).get("probed", 0)
-        what = f"outputs of all {count} modules before training"
-        yield Measured(
-            "module_probe",
-            what,
-            module["error"],
-            limits["module_probe"],
-            f"start, {module['name']}",
-            "of rms",
-        )
+        what, where = f"outputs of all {count} modules before training", f"start, {module['name']}"
+        yield Measured("module_probe", what, module["error"], limits["module_probe"], where, "of rms")
 
 
 def _row(proof: Measured) -> Html:
     kind = "bad" if proof.share > 1 else "near" if proof.share > 0.5 else "good"
     times = 1 / proof.share if proof.share > 0 else 0.0
-    margin = (
-        f"{times:,.0f} times below"
-        if times >= 10
-        else f"{times:.1f} times below"
-        if times
-        else "nothing found"
-    )
     limit = "–" if proof.limit is None else number(proof.limit, 3)
     if proof.limit is None:
         margin = "–"
-    elif times < 1 and times:
+    elif not times:
+        margin = "nothing found"
+    elif times < 1:
         margin = f"{proof.share:.2g} times the limit"
+    else:
+        margin = f"{times:,.{0 if times >= 10 else 1}f} times below"
     bar = "<span class='meter'><span class='{}' style='width:{:.1f}%'></span></span>"
     return html(
         "<tr><td><code>{name}</code></td><td>{what}</td><td>{figure} <small>{unit}</small>{bar}</td>"
@@ -349,7 +288,7 @@ def _counts(steps: Sequence[Line]) -> str:
     others = [f"{stale} are of older weights"] if stale else []
     others += [f"{aside} have no gradient and were not drawn"] if aside else []
     more = f" ({', '.join(others)})" if others else ""
-    waiting = waiting_tokens(steps)
+    waiting = run_record.waiting_tokens(steps)
     last = f" The means of the last {waiting} tokens are not judged yet: they are too few." if waiting else ""
     return f"{checked} of {sampled} sampled tokens were compared with the trainer{more}.{last}"
 
@@ -360,8 +299,5 @@ def _at(line: Line) -> str:
 
 def _is_gap(value: object) -> bool:
     return (
-        isinstance(value, dict)
-        and "max_abs_gap" in value
-        and "tokens" in value
-        and "mean_allowed" not in value
+        isinstance(value, dict) and {"max_abs_gap", "tokens"} <= value.keys() and "mean_allowed" not in value
     )

@@ -1,11 +1,7 @@
-"""The page of a run, and the page that compares several runs.
-
-Makes `report.html` from the record of a run: verdict first, then proofs, curves, rollouts and settings.
+"""The page of a run, `report.html`, and the page that compares several runs.
 
 The page is one file below a megabyte. It loads nothing and runs no script. `markup.py` escapes all texts of models
 and users.
-
-Several runs side by side on one page: verdicts, figures, the settings that differ, and the same curves.
 """
 
 from __future__ import annotations
@@ -83,11 +79,8 @@ def verdict_of(run: RunRecord) -> Verdict:
     total = end.get("max_steps") or run.about.get("max_steps")
     of = f" of {total}" if total else ""
     if end.get("ended") == "failed" and "check" in end:
-        return Verdict(
-            "bad",
-            f"Stopped by proof “{end['check']}” before optimizer step {end['step'] + 1}{of}",
-            f"{passed} before. The step in question was not taken.",
-        )
+        line = f"Stopped by proof “{end['check']}” before optimizer step {end['step'] + 1}{of}"
+        return Verdict("bad", line, f"{passed} before. The step in question was not taken.")
     if end.get("ended") == "failed":
         line = f"Failed after step {end['step']}{of}: {end.get('error', 'error')}"
         return Verdict("bad", line, f"{passed}; no proof has failed.")
@@ -99,16 +92,13 @@ def verdict_of(run: RunRecord) -> Verdict:
             return Verdict("bad", f"Finished after {steps} steps, but its receipt is damaged", f"{passed}.")
         unproven = run.summary.get("parity", {}).get("failed", 0)
         if unproven or not proven:
-            return Verdict(
-                "bad", f"Finished after {steps} steps, but not all of them are proven", f"{passed}."
-            )
+            line = f"Finished after {steps} steps, but not all of them are proven"
+            return Verdict("bad", line, f"{passed}.")
         tokens = sum(line["checked_tokens"] for line in proven)
         more = f"{passed}; {tokens:,} tokens were compared with the trainer."
         return Verdict("good", f"All proofs passed; finished after {steps} steps", more)
-    line = f"Not at its end: step {steps}{of}"
-    return Verdict(
-        "near", line, f"{passed}. This page was written while the run trained; a killed run stays so."
-    )
+    more = f"{passed}. This page was written while the run trained; a killed run stays so."
+    return Verdict("near", f"Not at its end: step {steps}{of}", more)
 
 
 def _generations(count: int) -> str:
@@ -116,14 +106,12 @@ def _generations(count: int) -> str:
 
 
 def _before_rollouts(run: RunRecord) -> Html:
-    verdict = verdict_of(run)
+    left_out = "<p class='said'>Left out, because it is damaged: {}.</p>"
     # A further section, for example of pictures, is one more function of the record in this list.
     sections = [
         html("<h1>{}</h1><p><small>{}</small></p>", title_of(run), _subtitle(run)),
-        html("<p class='verdict {}'>{}<small>{}</small></p>", *verdict),
-        together(
-            html("<p class='said'>Left out, because it is damaged: {}.</p>", part) for part in run.left_out
-        ),
+        html("<p class='verdict {}'>{}<small>{}</small></p>", *verdict_of(run)),
+        together(html(left_out, part) for part in run.left_out),
         failure_section(run),
         _alarms(run),
         _tiles(run),
@@ -134,16 +122,13 @@ def _before_rollouts(run: RunRecord) -> Html:
 
 
 def _alarms(run: RunRecord) -> Html:
-    rows = together(
-        html("<tr><th>step {}</th><td class='said'>{}</td></tr>", line["step"] + 1, line["text"])
-        for line in run.alarms
-    )
+    form = "<tr><th>step {}</th><td class='said'>{}</td></tr>"
+    rows = together(html(form, line["step"] + 1, line["text"]) for line in run.alarms)
     if not rows:
         return NOTHING
     return html(
-        "<section class='failure' id='alarms'><h2>Alarms</h2><p>No proof has failed because of them, and the "
-        "run went on.</p>"
-        "<div class='wide'><table>{}</table></div></section>",
+        "<section class='failure' id='alarms'><h2>Alarms</h2><p>No proof has failed because of them, and the run went "
+        "on.</p><div class='wide'><table>{}</table></div></section>",
         rows,
     )
 
@@ -182,11 +167,8 @@ def figures_of(run: RunRecord) -> dict[str, str]:
         part = max(len(rewards) // 10, 1)
         first, last = sum(rewards[:part]) / part, sum(rewards[-part:]) / part
         found["training reward"] = f"{first:.3f} → {last:.3f}"
-    held = [
-        _interval(found_)
-        for found_ in (run.before, run.after)
-        if found_ and "eval_reward" in found_["metrics"]
-    ]
+    evaluations = [own["metrics"] for own in (run.before, run.after) if own]
+    held = [_interval(metrics) for metrics in evaluations if "eval_reward" in metrics]
     if held:
         found["held-out reward"] = " → ".join(held)
     if proven:
@@ -206,11 +188,9 @@ def figures_of(run: RunRecord) -> dict[str, str]:
 
 
 def _tiles(run: RunRecord) -> Html:
-    tiles = [
-        html("<div><small>{}</small><b>{}</b></div>", name, _unbroken(text))
-        for name, text in figures_of(run).items()
-    ]
-    return html("<div class='tiles'>{}</div>", together(tiles))
+    form = "<div><small>{}</small><b>{}</b></div>"
+    tiles = together(html(form, name, _unbroken(text)) for name, text in figures_of(run).items())
+    return html("<div class='tiles'>{}</div>", tiles)
 
 
 def _unbroken(text: str) -> Html:
@@ -218,15 +198,14 @@ def _unbroken(text: str) -> Html:
     return together((html("<i>{}</i>", part) for part in text.replace(" → ", " →\n").split("\n")), " ")
 
 
-def _interval(evaluation: Line) -> str:
-    metrics = evaluation["metrics"]
+def _interval(metrics: Line) -> str:
     return f"{metrics['eval_reward']:.3f} ± {metrics.get('eval_reward_ci95', 0):.3f}"
 
 
 _SWITCH = Html(
     "<div class='switch'><small>color of tokens:</small> <input type='radio' name='color' id='gap' checked>"
-    "<label for='gap'> gap</label><input type='radio' name='color' id='advantage'><label for='advantage'> "
-    "advantage</label></div>"
+    "<label for='gap'> gap</label><input type='radio' name='color' id='advantage'>"
+    "<label for='advantage'> advantage</label></div>"
 )
 
 
@@ -236,19 +215,15 @@ def _settings(run: RunRecord) -> Html:
         return NOTHING
     settings, chosen = about.get("settings", {}), about.get("chosen", [])
     data = {f"{name} prompts": count for name, count in about.get("rows", {}).items()} | about.get("data", {})
+    own = {name: settings[name] for name in chosen if name in settings}
     others = {name: value for name, value in settings.items() if name not in chosen}
+    machine = {**about.get("versions", {}), **about.get("machine", {})}
     return (
         Html("<h2 id='settings'>Configuration, data, versions</h2>")
-        + _table(
-            {name: settings[name] for name in chosen if name in settings},
-            "Settings that are not the defaults",
-            is_open=True,
-        )
+        + _table(own, "Settings that are not the defaults", is_open=True)
         + _table(others, "All other settings")
         + _table(data, "Data: numbers of prompts, and digests of rows", is_open=True)
-        + _table(
-            {**about.get("versions", {}), **about.get("machine", {})}, "Versions and machine", is_open=True
-        )
+        + _table(machine, "Versions and machine", is_open=True)
         + _table(about.get("engine", {}), "Engine, as it reported itself")
     )
 
@@ -256,16 +231,10 @@ def _settings(run: RunRecord) -> Html:
 def _table(values: Mapping[str, Any], title: str, *, is_open: bool = False) -> Html:
     if not values:
         return NOTHING
-    rows = [
-        html("<tr><td><code>{}</code></td><td class='said'>{}</td></tr>", name, _short(value))
-        for name, value in values.items()
-    ]
-    return html(
-        "<details{}><summary>{}</summary><div class='wide'><table>{}</table></div></details>",
-        " open" if is_open else "",
-        title,
-        together(rows),
-    )
+    row = "<tr><td><code>{}</code></td><td class='said'>{}</td></tr>"
+    rows = together(html(row, name, _short(value)) for name, value in values.items())
+    form = "<details{}><summary>{}</summary><div class='wide'><table>{}</table></div></details>"
+    return html(form, " open" if is_open else "", title, rows)
 
 
 def _short(value: Any) -> str:
@@ -281,10 +250,8 @@ def render_comparison(runs: Sequence[RunRecord]) -> str:
     named = _named(runs)
     verdicts = {name: verdict_of(run) for name, run in named.items()}
     rows = [_row("run", {name: title_of(run) for name, run in named.items()}, named)]
-    kinds = {"good": "goodtext", "bad": "badtext"}
-    cells = [
-        html("<td><span class='{}'>{}</span></td>", kinds.get(v.kind, ""), v.line) for v in verdicts.values()
-    ]
+    kinds, form = {"good": "goodtext", "bad": "badtext"}, "<td><span class='{}'>{}</span></td>"
+    cells = [html(form, kinds.get(v.kind, ""), v.line) for v in verdicts.values()]
     rows.append(html("<tr><th>verdict</th>{}</tr>", together(cells)))
     figures = {name: figures_of(run) for name, run in named.items()}
     for figure in dict.fromkeys(key for own in figures.values() for key in own):
@@ -316,20 +283,18 @@ def _named(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
 
 def _differences(runs: dict[str, RunRecord]) -> dict[str, dict[str, str]]:
     """Settings, data, versions and machine that differ, by name and run."""
-    flat = {
-        name: {
-            f"{part}{key}": str(value)
-            for kind, part in (
-                ("settings", ""),
-                ("data", ""),
-                ("versions", "version of "),
-                ("machine", "machine: "),
-            )
-            for key, value in {**run.about.get(kind, {})}.items()
-        }
-        | {key: str(run.about.get(key, "")) for key in ("method", "model")}
-        for name, run in runs.items()
-    }
+    titles = {"settings": "", "data": "", "versions": "version of ", "machine": "machine: "}
+
+    def flat_of(about: Line) -> dict[str, str]:
+        parts = [
+            (title + key, value)
+            for kind, title in titles.items()
+            for key, value in about.get(kind, {}).items()
+        ]
+        parts += [(key, about.get(key, "")) for key in ("method", "model")]
+        return {key: str(value) for key, value in parts}
+
+    flat = {name: flat_of(run.about) for name, run in runs.items()}
     keys = dict.fromkeys(key for own in flat.values() for key in own)
     found = {key: {name: own.get(key, "") for name, own in flat.items()} for key in keys}
     return {key: values for key, values in found.items() if len(set(values.values())) > 1}

@@ -1,14 +1,7 @@
-"""Rollouts in a report, with their pictures.
+"""Rollouts in a report: of training, with a color per token for its gap or its advantage, and held-out ones.
 
-Rollouts in a report: of training, with a color per token for its gap or its advantage; held-out ones before and after
-training.
-
-`run/files/rollouts.py` makes the values. `ROOM` bounds what stands in the page: a report
-stays below a megabyte however long completions are.
-
-Images in the report: small ones, inside the page itself, beside the prompt or the rollout that shows them.
-
-They are thumbnails. An entry of the report has them under `images`.
+Thumbnails of images stand inside the page, beside the prompt or the rollout that shows them. `ROOM` bounds what stands
+in the page: a report stays below a megabyte however long completions are.
 """
 
 from __future__ import annotations
@@ -44,26 +37,18 @@ _RANKS = 5
 
 
 def training_section(shown: Sequence[Line], share: float = 1.0) -> Html:
-    """One group of some generations of training; empty if there is none.
-
-    Args:
-        share: how much of `ROOM` may be used.
-    """
+    """One group of some generations of training, within a share of `ROOM`; empty if there is none."""
     if not shown:
         return NOTHING
     rollouts = sum(len(line["rollouts"]) for line in shown)
     room = max(int(share * ROOM) // max(rollouts, 1), 20)
-    groups = [
-        html(
-            "<details{}><summary>step {}{}: {}</summary>{}</details>",
-            " open" if place in (0, len(shown) - 1) else "",
-            line["step"],
-            ", where a proof failed" if line.get("failed") else "",
-            _rewards(line["rewards"]),
-            together(_rollout(r, line["rewards"], room) for r in line["rollouts"]),
-        )
-        for place, line in enumerate(shown)
-    ]
+    groups = []
+    for place, line in enumerate(shown):
+        is_open = " open" if place in (0, len(shown) - 1) else ""
+        failed = ", where a proof failed" if line.get("failed") else ""
+        said = together(_rollout(r, line["rewards"], room) for r in line["rollouts"])
+        form = "<details{}><summary>step {}{}: {}</summary>{}</details>"
+        groups.append(html(form, is_open, line["step"], failed, _rewards(line["rewards"]), said))
     return html("<h2 id='rollouts'>Rollouts through training</h2>{}{}", _SCALES, together(groups))
 
 
@@ -84,16 +69,12 @@ def evaluations_section(before: Line | None, after: Line | None, share: float = 
     heads = together(html("<th>{}</th>", name) for name, _ in given)
     by_prompt = [{_key(entry): entry for entry in entries} for _, entries in given]
     room = int(share * _CHARACTERS)
-    rows = [
-        html(
-            "<tr><td class='said' data-name='prompt'>{}{}</td>{}</tr>",
-            render_pictures(entry),
-            _cut(entry["prompt"], room),
-            together(_cell(name, own[key], room) for (name, _), own in zip(given, by_prompt, strict=True)),
-        )
-        for key, entry in by_prompt[0].items()
-        if all(key in own for own in by_prompt)
-    ]
+    rows = []
+    for key in (key for key in by_prompt[0] if all(key in own for own in by_prompt)):
+        entry = by_prompt[0][key]
+        cells = together(_cell(name, own[key], room) for (name, _), own in zip(given, by_prompt, strict=True))
+        form = "<tr><td class='said' data-name='prompt'>{}{}</td>{}</tr>"
+        rows.append(html(form, render_pictures(entry), _cut(entry["prompt"], room), cells))
     return html(
         "<h2 id='evaluation'>Held-out rollouts</h2><p>The color of a score is its rank within the group of its prompt: "
         "{}</p><div class='wide'><table class='evaluations'><tr><th>prompt</th>{}</tr>{}</table></div>",
@@ -109,10 +90,7 @@ def _key(entry: Line) -> tuple[str, ...]:
 
 
 def rank_class(reward: float | None, rewards: Sequence[float | None]) -> str:
-    """The style of a score by its rank within its group:
-
-    `r0` (worst) to `r4` (best); `re`: all are equal; `rn`: no score.
-    """
+    """The style of a score by its rank in its group: `r0` (worst) to `r4` (best); `re`: all equal; `rn`: no score."""
     given = [r for r in rewards if r is not None and not math.isnan(r)]
     if reward is None or math.isnan(reward):
         return "rn"
@@ -165,11 +143,8 @@ def _branch(branch: Line, title: str, room: int) -> Html:
             parts.append(html(inserted, "inserted", _cut(span["text"], _CHARACTERS)))
             continue
         turn += 1
-        tokens, gaps, advantages = (
-            span["tokens"],
-            _with_nan(span.get("gaps")),
-            _with_nan(span.get("advantages")),
-        )
+        tokens = span["tokens"]
+        gaps, advantages = _with_nan(span.get("gaps")), _with_nan(span.get("advantages"))
         about = [f"turn {turn}, sampled: {len(tokens)} tokens"]
         if gaps:
             about.append(f"largest gap {max(map(abs, gaps)):.1e}")
@@ -217,16 +192,12 @@ def _advantage_color(advantage: float) -> int:
 
 
 def _cell(name: str, entry: Line, room: int) -> Html:
-    return html("<td data-name='{}'>{}</td>", name, _completions(entry, room))
-
-
-def _completions(entry: Line, room: int) -> Html:
     rewards = entry["rewards"]
     pairs = list(zip(entry["completions"], rewards, strict=False))
-    shown = together(
-        html("<div class='said'>{} {}</div>", score(r, rewards), _cut(text, room)) for text, r in pairs[:8]
-    )
-    return shown + (html("<small>and {} more</small>", len(pairs) - 8) if len(pairs) > 8 else NOTHING)
+    form = "<div class='said'>{} {}</div>"
+    shown = together(html(form, score(r, rewards), _cut(text, room)) for text, r in pairs[:8])
+    more = html("<small>and {} more</small>", len(pairs) - 8) if len(pairs) > 8 else NOTHING
+    return html("<td data-name='{}'>{}{}</td>", name, shown, more)
 
 
 def _cut(text: Any, room: int) -> Html:
@@ -237,17 +208,15 @@ def _cut(text: Any, room: int) -> Html:
 
 def _ranks_legend() -> Html:
     words = ("worst", "", "middle", "", "best")
-    steps = together(
-        html("<span class='score r{}'>{}</span> ", n, word or "·") for n, word in enumerate(words)
-    )
+    form = "<span class='score r{}'>{}</span> "
+    steps = together(html(form, n, word or "·") for n, word in enumerate(words))
     return html("{}<span class='score re'>all equal</span>", steps)
 
 
 _SCALES = html(
-    "<p class='scale by-gap'>gap |g| in nats: {}</p><p class='scale by-advantage'>advantage: {}"
-    "</p><p><small>Colored text was sampled; point at a token for its values. Grey text is a prompt or was "
-    "inserted: the policy "
-    "does not learn from it.</small></p>",
+    "<p class='scale by-gap'>gap |g| in nats: {}</p><p class='scale by-advantage'>advantage: {}</p>"
+    "<p><small>Colored text was sampled; point at a token for its values. Grey text is a prompt or was inserted: "
+    "the policy does not learn from it.</small></p>",
     together(html("<i class='g{}'>1e{:+d}</i>", n, _SMALLEST + n) for n in range(_GAP_COLORS)),
     together(html("<i class='a{}'>{:+.2g}</i>", n, (n - 4) / 4) for n in range(0, 9, 2)),
 )

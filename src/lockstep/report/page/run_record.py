@@ -3,11 +3,8 @@
 Missing files are left out: a run that was killed has a report too. Damaged ones, and damaged lines of logs, are left
 out too, and `RunRecord.left_out` names them.
 
-What a run's receipt says about the gap and its limits: over which tokens a figure was judged, and which came closest.
-
 In half precision the means of few tokens are judged together with those of later steps. A single step may then be
-above a limit without a fault. The page of a run, its summary and the command line therefore show the figures that
-were judged.
+above a limit without a fault. So the figures that were judged are shown, with the steps that they are of.
 """
 
 from __future__ import annotations
@@ -120,22 +117,17 @@ class RunRecord:
 
 @contextmanager
 def files_of_a_run(*folders: Path) -> Iterator[None]:
-    """Within the block, an error that values of another kind cause, in files that others wrote or changed, is one
-    sentence.
-
-    Raises:
-        InputError: the files hold such values.
-    """
+    """Within the block, an error that values of another kind cause is an InputError: others changed the files."""
     try:
         yield
     except LockstepError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         named = " or ".join(map(str, folders))
+        why = f"{type(error).__name__}: {error}"
         raise InputError(
-            f"a file in {named} holds a value of another kind than Lockstep writes ({type(error).__name__}: "
-            f"{error}); it was "
-            "changed by something else, or written by another version"
+            f"a file in {named} holds a value of another kind than Lockstep writes ({why}); it was changed by "
+            "something else, or written by another version"
         ) from error
 
 
@@ -174,17 +166,16 @@ _STEP = mapping(
     },
     others=lambda name: _of_a_gap,
 )
+_AT_START = {
+    "step": a_count,
+    "limits": mapping(others=lambda name: a_number),
+    "canary": mapping({"max_abs_gap": a_number}),
+    "worst_module": _MODULE,
+    "modules": mapping(given={"probed": a_count}),
+}
 # By the kind of the receipt's line.
 _ENTRIES: dict[str, Kind] = {
-    "start": mapping(
-        given={
-            "step": a_count,
-            "limits": mapping(others=lambda name: a_number),
-            "canary": mapping({"max_abs_gap": a_number}),
-            "worst_module": _MODULE,
-            "modules": mapping(given={"probed": a_count}),
-        }
-    ),
+    "start": mapping(given=_AT_START),
     "step": _STEP,
     "unproven": mapping({"proof": a_text, "why": a_text}),
     "hooks": mapping({"taken": list_of(a_text)}),
@@ -205,12 +196,8 @@ def _span(value: Any) -> str | None:
     wrong = mapping(sampled, {"gaps": per_token, "advantages": per_token})(value)
     if wrong is not None:
         return wrong
-    short = (
-        name
-        for name in ("gaps", "advantages")
-        if len(value.get(name) or value["tokens"]) != len(value["tokens"])
-    )
-    return next(short, None)
+    count = len(value["tokens"])
+    return next((n for n in ("gaps", "advantages") if len(value.get(n) or value["tokens"]) != count), None)
 
 
 _BRANCH = mapping(
@@ -269,9 +256,8 @@ def _end(value: Any) -> str | None:
     needed = {"ended": a_text, "step": a_count}
     if isinstance(value, dict) and "check" in value:
         needed |= dict.fromkeys(("found", "cause", "fix"), a_text)
-    return mapping(needed, {**dict.fromkeys(_TEXTS, a_text), "max_steps": a_number, "seconds": a_number})(
-        value
-    )
+    given = {**dict.fromkeys(_TEXTS, a_text), "max_steps": a_number, "seconds": a_number}
+    return mapping(needed, given)(value)
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -315,6 +301,8 @@ def _rewards(files: Reader, folder: Path) -> dict[int, list[float]]:
     found = {}
     for step, path in dict(kept[i] for i in {0, len(kept) // 2, len(kept) - 1} if kept).items():
         try:
+            if not path.is_file():
+                raise OSError("it is no file")
             table = pq.read_table(path, columns=["branch", "reward"])
             if not pa.types.is_floating(table.schema.field("reward").type):
                 raise TypeError("rewards are not numbers")
@@ -333,12 +321,7 @@ _NAMES = {"mean_abs_gap": "mean", "k3": "k3", "max_abs_gap": "largest"}
 
 
 class Judged(NamedTuple):
-    """A figure that was compared with its limit.
-
-    Attributes:
-        lines: the receipt's lines of the steps whose tokens it has.
-        tokens: how many these are.
-    """
+    """A figure that was compared with its limit. It is of so many tokens, of the steps of these receipt's lines."""
 
     name: str
     figure: float
@@ -365,12 +348,7 @@ class Judged(NamedTuple):
 
 
 def judged_means(steps: Sequence[Line], name: str) -> list[Judged]:
-    """Every value of a mean that was compared with its limit; empty for a run whose receipt does not have them.
-
-    Args:
-        steps: the receipt's lines of steps, in their order.
-        name: a key of `MEANS`.
-    """
+    """Every value of a mean, a key of `MEANS`, that was compared with its limit, as far as the receipt has them."""
     found, lines = list[Judged](), list[Line]()
     for line in steps:
         lines += [line] if line.get("checked_tokens") else []
@@ -382,16 +360,10 @@ def judged_means(steps: Sequence[Line], name: str) -> list[Judged]:
 
 
 def largest_gaps(steps: Sequence[Line], otherwise: float) -> list[Judged]:
-    """The largest gap of every step. It is compared with its limit at once.
-
-    Args:
-        otherwise: the limit for a line without one.
-    """
-    return [
-        Judged("max_abs_gap", s["max_abs_gap"], s.get("max_allowed", otherwise), [s], s["checked_tokens"])
-        for s in steps
-        if s.get("checked_tokens")
-    ]
+    """The largest gap of every step, which was compared with its limit at once; `otherwise` if the line has none."""
+    compared = [(line, line["checked_tokens"]) for line in steps if line.get("checked_tokens")]
+    name = "max_abs_gap"
+    return [Judged(name, s[name], s.get("max_allowed", otherwise), [s], tokens) for s, tokens in compared]
 
 
 def closest(judged: Sequence[Judged]) -> Judged | None:
@@ -400,9 +372,7 @@ def closest(judged: Sequence[Judged]) -> Judged | None:
 
 
 def closest_of_run(steps: Sequence[Line]) -> Judged | None:
-    """The figure of the gap that came closest to its limit; None for a run whose receipt does not have what was
-    judged.
-    """
+    """The figure of the gap that came closest to its limit; None if the receipt does not have what was judged."""
     largest = largest_gaps([line for line in steps if "max_allowed" in line], 0.0)
     means = [one for name in MEANS for one in judged_means(steps, name)]
     return closest([*means, *largest]) if means else None
@@ -421,9 +391,8 @@ def alone_above(judged: Sequence[Judged]) -> list[Line]:
 
 def steps_alone(lines: Sequence[Line], name: str) -> str:
     """Single steps with their means, in words; empty without lines."""
-    shown = [
-        f"{line['step']} ({mean_of([line], name):.2g} over {line['checked_tokens']})" for line in lines[:3]
-    ]
+    means = [(line, mean_of([line], name)) for line in lines[:3]]
+    shown = [f"{line['step']} ({mean:.2g} over {line['checked_tokens']})" for line, mean in means]
     more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
     word = "step" if len(lines) == 1 else "steps"
     return f"alone above the limit, not judged alone: {word} {', '.join(shown)}{more}" if lines else ""

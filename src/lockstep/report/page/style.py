@@ -67,31 +67,22 @@ _CURVES = {".d": "fill", ".c": "stroke", ".legend i.k": "background"}
 
 
 def _colors() -> str:
-    """The rules that have one color per number: curves, ranks, gaps and advantages.
-
-    Mixed with the card, they suit both themes.
-    """
+    """The rules with one color per number (curves, ranks, gaps, advantages), mixed with the card for both themes."""
     rules = []
     for n in range(COLORS):
         rules += [f"{kind}{n} {{ {what}: var(--c{n}); }}" for kind, what in _CURVES.items()]
     for n, (color, part) in enumerate((("bad", 45), ("bad", 20), ("near", 25), ("good", 20), ("good", 45))):
         rules.append(f".r{n} {{ background: color-mix(in srgb, var(--{color}) {part}%, var(--card)); }}")
     for n in range(8):
-        color, part = (
-            ("good", 8 + 5 * n)
-            if n < 3
-            else ("near", 14 + 9 * (n - 3))
-            if n < 6
-            else ("bad", 40 + 20 * (n - 6))
-        )
+        color = "good" if n < 3 else "near" if n < 6 else "bad"
+        part = (8, 13, 18, 14, 23, 32, 40, 60)[n]
         mixed = f"color-mix(in srgb, var(--{color}) {part}%, var(--card))"
         rules.append(f"body:has(#gap:checked) pre .g{n}, .by-gap .g{n} {{ background: {mixed}; }}")
     for n in range(9):
         color, part = "good" if n > 4 else "bad", abs(n - 4) * 14
         mixed = f"color-mix(in srgb, var(--{color}) {part}%, var(--card))"
-        rules.append(
-            f"body:has(#advantage:checked) pre .a{n}, .by-advantage .a{n} {{ background: {mixed}; }}"
-        )
+        where = f"body:has(#advantage:checked) pre .a{n}, .by-advantage .a{n}"
+        rules.append(f"{where} {{ background: {mixed}; }}")
     return "\n".join(rules)
 
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import InputError, LockstepError
+from lockstep.errors import InputError, LockstepError, quoted
 from lockstep.images.content import Content, content_of_blocks, printable
 from lockstep.processes import for_users_code, kill_group, of_users_code
 from lockstep.progress import waiting
@@ -323,7 +323,7 @@ class Environment:
             if isinstance(error.__cause__, TypeError):
                 own, example = getattr(self.instance, method), f"def {method}(self, **kwargs)"
                 advice = not_callable_by_name(own, given, "environments", example)
-            raise self.fail(method, f"{error}{advice}") from error
+            raise self.fail(method, f"{quoted(error)}{advice}") from error
 
     async def _said(self, method: str, given: Mapping[str, Any]) -> Content | None:
         """What a method gives the model to read."""
@@ -445,7 +445,7 @@ class Environments:
         except (TookTooLong, Raised) as error:
             if place is not self._calls.home:
                 place.end()
-            raise EnvironmentFailed(f"{make.__qualname__}: its constructor: {error}") from error
+            raise EnvironmentFailed(f"{make.__qualname__}: its constructor: {quoted(error)}") from error
         return Environment(name, instance, place, self._calls)
 
     def give_back(self, environment: Environment) -> None:

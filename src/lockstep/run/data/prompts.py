@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -28,9 +28,10 @@ from torch.utils.data import Dataset as TorchDataset
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.run import OnlineConfig
-from lockstep.errors import InputError
+from lockstep.errors import InputError, LockstepError, quoted
 from lockstep.images.prompts import IdsOf, PromptReader
 from lockstep.images.reading import with_own_decoder
+from lockstep.progress import busy
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
 from lockstep.tokens.chat import (
@@ -90,6 +91,17 @@ def with_empty_prompts(data: Any) -> Any:
     return data
 
 
+# How a dataset is made of what users give instead.
+_MADE_OF = {
+    "DatasetDict": "give one of its splits, such as data['train']",
+    "IterableDatasetDict": "give one of its splits, such as data['train']",
+    "list": "Dataset.from_list makes one of rows",
+    "dict": "Dataset.from_dict makes one of columns",
+    "DataFrame": "Dataset.from_pandas makes one",
+    "str": "datasets.load_dataset reads one",
+}
+
+
 def check_dataset(dataset: Any, name: str) -> None:
     """Refuse a dataset that cannot be trained on, before a model is loaded.
 
@@ -98,12 +110,14 @@ def check_dataset(dataset: Any, name: str) -> None:
 
     Raises:
         InputError: there is no `prompt` column, a column has the name of an argument of reward functions, there are
-            no rows, or it is not a map-style dataset.
+            no rows, the first cannot be read, or it is not a map-style dataset.
     """
     if dataset is None:
         raise InputError("`train_dataset` is required, unless an environment_factory gives the prompts")
     if not isinstance(dataset, Dataset):
-        raise InputError(f"the {name} dataset must be a datasets.Dataset, got {type(dataset).__name__}")
+        kind = type(dataset).__name__
+        advice = next((f"; {text}" for known, text in _MADE_OF.items() if known == kind), "")
+        raise InputError(f"the {name} dataset must be a datasets.Dataset, got {kind}{advice}")
     if len(dataset) == 0:
         raise InputError(f"the {name} dataset is empty")
     if "prompt" not in dataset.column_names:
@@ -114,6 +128,7 @@ def check_dataset(dataset: Any, name: str) -> None:
             f"functions: they would not "
             "see the column; rename it"
         )
+    next(_read(dataset, f"the {name} dataset"))
 
 
 def load_prompts(
@@ -123,19 +138,21 @@ def load_prompts(
     *,
     max_prompt_length: int,
     ids_of: IdsOf | None = None,
+    limit: tuple[str, int] | None = None,
 ) -> list[Prompt]:
     """Every row as a prompt, named `<name>/<row>`.
 
     Args:
         max_prompt_length: number of tokens that the model's context leaves for a prompt.
         ids_of: makes the ids of a row's prompt, for example with tools; None: they are the prompt's alone.
+        limit: the field that bounds a completion, and its value, for the error about a prompt that is too long.
 
     Raises:
         InputError: a prompt cannot be tokenized or read, or is too long. The message names the row.
     """
     reader.check_columns(name, dataset.column_names)
     prompts = []
-    for index, given in enumerate(dataset):
+    for index, given in enumerate(_read(dataset, f"the {name} dataset")):
         prompt_id = f"{name}/{index}"
         try:
             # From here on, the run needs no network.
@@ -144,9 +161,12 @@ def load_prompts(
         except InputError as error:
             raise InputError(f"prompt {prompt_id}: {error}") from error
         if len(ids) > max_prompt_length:
+            beside, otherwise = "max_completion_length", ""
+            if limit is not None:
+                beside, otherwise = f"{limit[0]}={limit[1]}", f", or lower {limit[0]}"
             raise InputError(
                 f"prompt {prompt_id} has {len(ids)} tokens; there is room for {max_prompt_length} beside "
-                "max_completion_length: shorten or drop the row"
+                f"{beside}: shorten or drop the row{otherwise}"
             )
         source = row.pop("prompt")
         prompts.append(Prompt(prompt_id, ids, source, row, pictures))
@@ -178,8 +198,8 @@ def read_prompts(
             embedding, or two ranks have different prompts.
     """
     room = longest - config.completion_limit
+    field = "max_new_tokens" if hasattr(config, "max_new_tokens") else "max_completion_length"
     if room < 1:
-        field = "max_new_tokens" if hasattr(config, "max_new_tokens") else "max_completion_length"
         raise InputError(
             f"completions of up to {config.completion_limit} tokens leave no room for a prompt: prompt and completion "
             f"may have {longest} together (the model's context, or the limit that the config sets); lower {field}"
@@ -188,7 +208,14 @@ def read_prompts(
 
     def read() -> list[Any]:
         for name, data in datasets.items():
-            found[name] = load_prompts(data, name, reader, max_prompt_length=room, ids_of=ids_of)
+            found[name] = load_prompts(
+                data,
+                name,
+                reader,
+                max_prompt_length=room,
+                ids_of=ids_of,
+                limit=(field, config.completion_limit),
+            )
         for prompt in (p for prompts in found.values() for p in prompts):
             check_embedded(prompt.ids, vocabulary, f"prompt {prompt.prompt_id}")
         return digest_of_prompts([p for prompts in found.values() for p in prompts])
@@ -232,9 +259,7 @@ def _tell_guarded(prompts: Sequence[Prompt], template: Template | None) -> None:
 
 
 def tell_added(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Warn of prompts that are text and begin with two begin tokens, or end with an end token that their text has
-    not.
-    """
+    """Warn of text prompts that begin with two begin tokens, or end with an end token that their text has not."""
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     written = str(tokenizer.eos_token or "")
     texts = [p for p in prompts if isinstance(p.source, str)]
@@ -312,6 +337,8 @@ def read_data(train: Any, evaluation: Any, config: OnlineConfig, environment_fac
 _TABLES = ("arrow", "pandas", "polars")
 # One generation is held in memory. The largest that anybody samples have some ten thousand completions.
 _MOST_COMPLETIONS = 1 << 20
+# A stream of more rows is taken for one without an end.
+_MOST_EVALUATED = 100_000
 
 
 def as_rows(data: Any) -> Any:
@@ -335,7 +362,8 @@ def _check_size(config: OnlineConfig) -> None:
     if count > _MOST_COMPLETIONS:
         raise InputError(
             f"a generation has {count:,} completions ({config.prompts_per_generation} prompts × {config.group_size}): "
-            f"more than {_MOST_COMPLETIONS:,} do not fit into memory; lower the batch or the completions per prompt"
+            f"more than {_MOST_COMPLETIONS:,} do not fit into memory; lower per_device_train_batch_size, "
+            "generation_batch_size or the completions per prompt"
         )
 
 
@@ -348,10 +376,6 @@ def check_dispatch(train: Any, evaluation: Any, config: OnlineConfig) -> None:
     several = evaluation.values() if isinstance(evaluation, Mapping) else [evaluation]
     asked: Any = config.accelerator_config
     if not any(isinstance(data, IterableDataset) for data in (train, *several)):
-        if asked.dispatch_batches and config.process_index == 0:
-            _logger.warning(
-                "dispatch_batches=True has no effect here: every rank reads all rows before training begins"
-            )
         return
     if asked.dispatch_batches:
         raise InputError(
@@ -362,13 +386,19 @@ def check_dispatch(train: Any, evaluation: Any, config: OnlineConfig) -> None:
 
 
 def read_sets(given: Any) -> Any:
-    """What the user gave as `eval_dataset`, with streams read to their end: a dataset, a mapping of datasets by name,
-    or None.
-    """
+    """What the user gave as `eval_dataset`, with streams read to their end: a dataset, datasets by name, or None."""
     if isinstance(given, Mapping):
         return {name: read_sets(data) for name, data in given.items()}
     own = with_own_decoder(as_rows(given))
-    return _rows(own) if isinstance(own, IterableDataset) else own
+    if not isinstance(own, IterableDataset):
+        return own
+    found = _rows(own, _MOST_EVALUATED + 1, "an eval dataset")
+    if len(found) > _MOST_EVALUATED:
+        raise InputError(
+            f"an eval dataset is a stream of more than {_MOST_EVALUATED:,} rows, and every evaluation samples all: "
+            "give a part of it, such as stream.take(500)"
+        )
+    return found
 
 
 def named_sets(given: Any) -> dict[str, Any]:
@@ -395,11 +425,32 @@ def _training_rows(stream: IterableDataset, config: OnlineConfig) -> Dataset:
             "the train dataset is an IterableDataset: set max_steps, which says how many of its rows the run needs"
         )
     generations = -(-config.max_steps // config.optimizer_steps_per_generation)
-    return _rows(stream, generations * config.prompts_per_generation)
+    return _rows(stream, generations * config.prompts_per_generation, "the train dataset")
 
 
-def _rows(stream: IterableDataset, count: int | None = None) -> Dataset:
-    return Dataset.from_list([dict(row) for row in islice(stream, count)], features=stream.features)
+def _rows(stream: IterableDataset, count: int, what: str) -> Dataset:
+    with busy(f"reading up to {count:,} rows of {what}, a stream"):
+        rows = [dict(row) for row in islice(_read(stream, what), count)]
+    return Dataset.from_list(rows, features=stream.features)
+
+
+def _read(rows: Iterable[Any], what: str) -> Iterator[Any]:
+    """The rows of a dataset. A user's generator or transform makes them, which may raise anything."""
+    number, source = 0, None
+    while True:
+        try:
+            source = iter(rows) if source is None else source
+            row = next(source)
+        except StopIteration:
+            return
+        except LockstepError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                f"{what}: row {number} cannot be read: {type(error).__name__}: {quoted(error)}"
+            ) from error
+        yield row
+        number += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -559,17 +610,13 @@ class PromptOrder:
 
 
 class GenerationBatches:
-    """Batch sampler: the same prompts for every micro-step of a generation, then the next generation's.
+    """Batch sampler: the same prompts for each of the `parts` micro-steps of a generation, then the next generation's.
 
     An epoch has as many generations as the whole dataset fills, even if prompts are left out. It ends early if too few
     prompts are left.
     """
 
     def __init__(self, order: PromptOrder, parts: int) -> None:
-        """
-        Args:
-            parts: micro-steps per generation.
-        """
         self._order, self._parts, self._epoch = order, parts, 0
 
     def set_epoch(self, epoch: int) -> None:

@@ -25,9 +25,10 @@ from typing import IO, Any
 
 from lockstep.config.run import OnlineConfig
 from lockstep.errors import InputError
-from lockstep.files import free_name, replace_text
+from lockstep.files import free_name, replace_text, what_is_at
 from lockstep.report.page.run_record import AFTER, END, REPORT, SETTINGS, SUMMARY
 from lockstep.rollouts.ranks import Ranks
+from lockstep.run.files import identity
 from lockstep.run.files.checkpoints import (
     check_checkpoint,
     checkpoint_step,
@@ -37,15 +38,6 @@ from lockstep.run.files.checkpoints import (
     last_checkpoint,
     restore_metrics,
     set_damaged_aside,
-)
-from lockstep.run.files.identity import (
-    changed_fields,
-    curve_settings,
-    device_advice,
-    follows_length,
-    is_bookkeeping,
-    longer,
-    memory_advice,
 )
 from lockstep.safe_text import without_secrets
 from lockstep.tokens.chat import TemplateClock
@@ -93,7 +85,11 @@ def locked(folder: Path, alone: str = "") -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a", encoding="utf-8")
     except OSError as error:
-        raise InputError(f"output_dir {folder} cannot be used: {error}") from error
+        why = str(error)
+        if isinstance(error, FileExistsError):
+            leads = folder.readlink() if folder.is_symlink() else None
+            why = "it is a file" if leads is None else f"it is a link to {leads}, where no folder is"
+        raise InputError(f"output_dir {folder} cannot be used: {why}") from error
     found = os.fstat(file.fileno())
     key = (found.st_dev, found.st_ino)
     if key in _held:
@@ -192,9 +188,9 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
     clear_places(folder)
     if checkpoint is not None:
         earlier = _settings_in(folder, checkpoint)
-        if changed := changed_fields(earlier, settings):
+        if changed := identity.changed_fields(earlier, settings):
             what = ", ".join(f"{k} was {earlier.get(k)!r}, is {settings.get(k)!r}" for k in changed[:5])
-            advice = memory_advice(changed) + device_advice(changed, earlier)
+            advice = identity.memory_advice(changed) + identity.device_advice(changed, earlier)
             raise InputError(
                 f"{folder} holds an interrupted run with other settings ({what}). {advice}Give another "
                 "output_dir, or delete it"
@@ -243,14 +239,14 @@ def _is_extended(folder: Path, settings: dict[str, Any]) -> bool:
         earlier = _settings_in(folder, checkpoint)
     except (OSError, InputError):
         return False
-    return not changed_fields(earlier, settings) and bool(longer(earlier, settings))
+    return not identity.changed_fields(earlier, settings) and bool(identity.longer(earlier, settings))
 
 
 def _lengthen(folder: Path, earlier: dict[str, Any], settings: dict[str, Any], step: int) -> None:
     """Rename the files that the run wrote at its earlier end, and print what changes with the new length."""
-    for name in longer(earlier, settings):
+    for name in identity.longer(earlier, settings):
         _logger.info(f"the run in {folder} goes on: {name} was {earlier[name]}, is {settings[name]}")
-        if follows_length(settings):
+        if identity.follows_length(settings):
             _logger.info(
                 f"its learning rate ({settings.get('lr_scheduler_type')}) follows the new length from step "
                 f"{step + 1} on; the steps before were taken with the old one"
@@ -296,7 +292,7 @@ def about_run(
         engine: settings that the engine reports.
         rows, data: number of prompts, and digest, of each part of the data.
     """
-    settings = curve_settings(config)
+    settings = identity.curve_settings(config)
     return {
         "name": without_secrets(config.run_name or ""),
         "method": method,
@@ -309,7 +305,7 @@ def about_run(
         "chosen": [
             f.name
             for f in fields(config)
-            if not is_bookkeeping(f.name) and _is_chosen(f, getattr(config, f.name))
+            if not identity.is_bookkeeping(f.name) and _is_chosen(f, getattr(config, f.name))
         ],
         "versions": versions(),
         "machine": {
@@ -335,7 +331,7 @@ def clock_of_run(config: OnlineConfig) -> TemplateClock:
     A receipt that cannot be read, or that an older Lockstep wrote, gives no time.
     """
     asked = config.resume_from_checkpoint
-    named = isinstance(asked, str | Path) and (Path(asked) / RECEIPT).is_file()
+    named = isinstance(asked, str | Path) and what_is_at(Path(asked) / RECEIPT) == "is a file"
     checkpoint = Path(str(asked)) if named else last_checkpoint(config.output_dir or ".")
     for receipt in () if checkpoint is None else (checkpoint / RECEIPT, checkpoint.parent / RECEIPT):
         if (moment := _recorded(receipt)) is not None:

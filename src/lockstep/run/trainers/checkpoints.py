@@ -19,26 +19,13 @@ from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
 from lockstep.errors import InputError, LockstepError, writing
-from lockstep.files import replacing
+from lockstep.files import replacing, what_is_at
 from lockstep.models.adapters import is_adapted, write_base
-from lockstep.models.policy import BAD_FILES, first_line
+from lockstep.models.policy import BAD_FILES, first_line, load_renamed
 from lockstep.progress import busy
 from lockstep.rollouts.ranks import Ranks
-from lockstep.run.files.checkpoints import (
-    UNFINISHED,
-    MethodState,
-    check_checkpoint,
-    checkpoint_step,
-    finish_replacement,
-    guarded_save,
-    keep_logs_of_lost,
-    last_checkpoint,
-    optimizer_lines,
-    publish,
-    set_damaged_aside,
-    staged_checkpoint,
-    staging_place,
-)
+from lockstep.run.files import checkpoints
+from lockstep.run.files.checkpoints import MethodState
 from lockstep.run.files.directory import other_time
 from lockstep.run.files.identity import BASE, changed_fields, device_advice, has_other_base, memory_advice
 from lockstep.run.source import RolloutSource
@@ -110,7 +97,7 @@ class WholeCheckpoints(Trainer):
             start = (
                 known[1]
                 if known and known[0] == folder
-                else check_checkpoint(folder, checkpoint_step(folder), receipt)
+                else checkpoints.check_checkpoint(folder, checkpoints.checkpoint_step(folder), receipt)
             )
             earlier = start["inputs"]
             changed = [
@@ -132,14 +119,14 @@ class WholeCheckpoints(Trainer):
             if changed:
                 self.inputs["changed"] = changed
             if folder.parent.resolve() == Path(self.args.output_dir or ".").resolve():
-                keep_logs_of_lost(folder.parent, checkpoint_step(folder))
+                checkpoints.keep_logs_of_lost(folder.parent, checkpoints.checkpoint_step(folder))
             here = Path(self.args.output_dir or ".") / RECEIPT
             if not here.exists():
                 # The run goes on in another directory. Its chain goes on there too.
                 here.parent.mkdir(parents=True, exist_ok=True)
                 with replacing(here) as file:
                     file.write(receipt.read_bytes())
-            lines = optimizer_lines(receipt, checkpoint_step(folder))
+            lines = checkpoints.optimizer_lines(receipt, checkpoints.checkpoint_step(folder))
             return (
                 lines,
                 changed,
@@ -153,10 +140,10 @@ class WholeCheckpoints(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         checkpoint = Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"
-        folder = staging_place(checkpoint)
+        folder = checkpoints.staging_place(checkpoint)
 
         def guarded(save: Callable[[], None]) -> None:
-            with guarded_save(checkpoint.parent, self.state.global_step):
+            with checkpoints.guarded_save(checkpoint.parent, self.state.global_step):
                 save()
 
         def save_state() -> None:
@@ -166,7 +153,9 @@ class WholeCheckpoints(Trainer):
         # The owner writes last, and gives the checkpoint its name when everything is on the disk.
         with ExitStack() as held:
             held.enter_context(busy(f"saving {folder.name}"))
-            self.ranks.on_owner("staging", lambda: held.enter_context(staged_checkpoint(checkpoint)))
+            self.ranks.on_owner(
+                "staging", lambda: held.enter_context(checkpoints.staged_checkpoint(checkpoint))
+            )
             if self.ranks.passes is not None:
                 self._write_shards(folder, guarded)
             if self.ranks.count > 1:
@@ -215,7 +204,8 @@ class WholeCheckpoints(Trainer):
     def _load_best_model(self) -> None:
         if self.ranks.passes is not None:
             raise InputError("load_best_model_at_end is not supported with FSDP yet; leave it out")
-        super()._load_best_model()
+        if not load_renamed(self.model, Path(self.state.best_model_checkpoint)):
+            super()._load_best_model()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self.ranks.passes is not None:
@@ -237,16 +227,16 @@ class WholeCheckpoints(Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _save_whole(self, model: Any, trial: Any, checkpoint: Path) -> None:
-        folder, args = staging_place(checkpoint), self.args
+        folder, args = checkpoints.staging_place(checkpoint), self.args
         self._method_state.save(folder)
-        self._staging = UNFINISHED
+        self._staging = checkpoints.UNFINISHED
         try:
             super()._save_checkpoint(model, trial)
         finally:
             self._staging = ""
         if self._name_best():
             self.state.save_to_json(str(folder / TRAINER_STATE))
-        publish(checkpoint)
+        checkpoints.publish(checkpoint)
         if args.push_to_hub:
             super()._push_from_checkpoint(str(checkpoint))
         rotate_checkpoints(
@@ -266,7 +256,7 @@ class WholeCheckpoints(Trainer):
     def _name_best(self) -> bool:
         """Let the trainer's state name the best checkpoint by its final place; returns whether it has changed."""
         best = self.state.best_model_checkpoint
-        if best is None or Path(best).parent.name != UNFINISHED:
+        if best is None or Path(best).parent.name != checkpoints.UNFINISHED:
             return False
         self.state.best_model_checkpoint = str(Path(best).parents[1] / Path(best).name)
         return True
@@ -293,7 +283,7 @@ class WholeCheckpoints(Trainer):
         with whole(folder, "the weights"):
             if is_sharded:
                 read_weights(folder / SHARDS, self._named())
-            else:
+            elif not load_renamed(model or self.model, folder):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
         with whole(folder, "the method's state"):
             self._method_state.load(folder)
@@ -330,14 +320,14 @@ class WholeCheckpoints(Trainer):
 
 
 def _without_damaged(output_dir: Path) -> None:
-    finish_replacement(output_dir)
-    set_damaged_aside(output_dir)
+    checkpoints.finish_replacement(output_dir)
+    checkpoints.set_damaged_aside(output_dir)
 
 
 def _named(asked: Any, output_dir: str | None) -> Path:
     """The checkpoint that `train(resume_from_checkpoint=…)` names."""
     if asked is True:
-        found = None if output_dir is None else last_checkpoint(output_dir)
+        found = None if output_dir is None else checkpoints.last_checkpoint(output_dir)
         if found is None:
             raise InputError(
                 f"resume_from_checkpoint: there is no checkpoint in {output_dir}; leave it out to start "
@@ -348,7 +338,7 @@ def _named(asked: Any, output_dir: str | None) -> Path:
         raise InputError(
             f"resume_from_checkpoint is {asked!r:.80}; it must be True or the directory of a checkpoint"
         )
-    if not (Path(asked) / TRAINER_STATE).is_file():
+    if what_is_at(Path(asked) / TRAINER_STATE) != "is a file":
         raise InputError(f"resume_from_checkpoint: {asked} is not a checkpoint (it has no {TRAINER_STATE})")
     return Path(asked)
 

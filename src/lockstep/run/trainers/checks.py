@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from datasets import Value
 from transformers import (
     AutoConfig,
     PreTrainedConfig,
@@ -35,6 +36,7 @@ from lockstep.model_files import load_files
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.policy import BAD_FILES, FAMILIES, check_finite, context_length, reads_pictures
 from lockstep.models.resolve import resolve_model
+from lockstep.models.reward_model import RewardModel
 from lockstep.whose_code import is_lockstep
 
 _logger = logging.getLogger(__name__)
@@ -85,6 +87,27 @@ def router_coefficient(model: PreTrainedModel, args: Any) -> float:
     return coefficient
 
 
+def kinds_of_data(
+    datasets: Mapping[str, Any], rewards: Sequence[Any], *, makes_text: bool
+) -> dict[str, bool]:
+    """Whether a run has texts and conversations, and plain reward functions, as `Run` has it.
+
+    Args:
+        datasets: each has a column `prompt`, or rows of which something else makes prompts (`makes_text`).
+        rewards: functions, reward models, and their names; None: there are none.
+    """
+    texts = {isinstance(rows.features.get("prompt"), Value) for rows in datasets.values()}
+    plain = [
+        callable(r) and not isinstance(r, torch.nn.Module | RewardModel) for r in rewards if r is not None
+    ]
+    return {
+        "has_texts": makes_text or True in texts,
+        # Reward models and judges have chat templates too.
+        "has_conversations": makes_text or False in texts or not all(plain) or not plain,
+        "scores": any(plain),
+    }
+
+
 def context_within(model: PreTrainedModel, wanted: int | None) -> int:
     """The largest number of tokens in prompt and completion: `wanted`, bounded by the model's own limit."""
     limits = [limit for limit in (wanted, context_length(causal_model(model).config)) if limit is not None]
@@ -115,12 +138,8 @@ def check_reference_model(model: PreTrainedModel, ref_model: PreTrainedModel) ->
 
 
 def check_kinds(model: Any, tokenizer: Any, callbacks: Any, optimizers: Any, engine: Any) -> None:
-    """Check the kinds of a constructor's arguments, and of the tensors that this process makes."""
-    if torch.get_default_dtype() == torch.float64:
-        raise InputError(
-            "torch's default dtype is float64 here, and a run computes in 32 bits or less: call "
-            "torch.set_default_dtype(torch.float32) before"
-        )
+    """Check the kinds of a constructor's arguments, and what torch does in this process."""
+    check_torch()
     check_model_kind(model)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise InputError(
@@ -141,6 +160,28 @@ def check_kinds(model: Any, tokenizer: Any, callbacks: Any, optimizers: Any, eng
         raise InputError(f"engine is a {_kind(engine)}; it must be an engine of lockstep.engines")
 
 
+def check_torch() -> None:
+    """Refuse settings of torch that hold for the whole process, or for the block of the caller, and change a run.
+
+    Raises:
+        InputError: the default dtype is not float32, gradients are switched off, or autocast is on.
+    """
+    if (dtype := torch.get_default_dtype()) is not torch.float32:
+        raise InputError(
+            f"torch's default dtype is {str(dtype).removeprefix('torch.')} here: call "
+            "torch.set_default_dtype(torch.float32) before (bf16 and model_init_kwargs.dtype choose the model's)"
+        )
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        raise InputError(
+            "torch's gradients are switched off here (no_grad, inference_mode or set_grad_enabled(False)): make "
+            "and call the trainer outside of it"
+        )
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        raise InputError(
+            "torch.autocast is on here: make and call the trainer outside of it; bf16=True computes in bfloat16"
+        )
+
+
 def check_model_kind(model: Any) -> None:
     """Check that a trainer's model is a name or a causal language model of transformers, maybe with an adapter."""
     if isinstance(model, str):
@@ -149,6 +190,11 @@ def check_model_kind(model: Any) -> None:
         raise InputError(
             f"model is a {_kind(model)}; it must be a name, a directory as text, a hub id, or a causal "
             "language model of transformers"
+        )
+    if any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
+        raise InputError(
+            "model is compiled (torch.compile): its weights have other names, and its forward has not been compared "
+            "with the engine; give the model itself"
         )
     inner = causal_model(model)
     if inner.get_output_embeddings() is None:

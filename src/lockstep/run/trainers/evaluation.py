@@ -6,7 +6,6 @@ scored groups, the method's loss on them, and the figures of their proof.
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ import numpy as np
 from datasets import Dataset
 from transformers.trainer_utils import PredictionOutput
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, did_you_mean
 from lockstep.learn.generation import sequences_of
 from lockstep.learn.loss_alone import loss_alone, needs_scores
 from lockstep.progress import busy
@@ -143,10 +142,10 @@ class EvaluatesBySampling(TRLNames):
         if asked is None or asked in found or f"{SINGLE}_{asked}" in found:
             return
         known = ", ".join(name.removeprefix(f"{SINGLE}_") for name in found if "/" not in name)
-        near = difflib.get_close_matches(asked, [name.removeprefix(f"{SINGLE}_") for name in found], 1)
+        near = did_you_mean(asked, [name.removeprefix(f"{SINGLE}_") for name in found])
         raise InputError(
             f"metric_for_best_model={asked!r} is no metric of the evaluation; "
-            + (f"did you mean {near[0]!r}?" if near else f"there are {known}, and others")
+            + (near or f"there are {known}, and others")
         )
 
     def predict(

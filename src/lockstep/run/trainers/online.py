@@ -76,7 +76,9 @@ from lockstep.run.trainers.checks import (
     check_open,
     check_reference,
     check_reference_model,
+    check_torch,
     context_within,
+    kinds_of_data,
     may_read_pictures,
     needs_plain_rows,
     parts_of_processor,
@@ -177,6 +179,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
                 f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}"
             )
         self.config: Any = args
+        if args.output_dir:
+            # A callback may change the working directory.
+            args.output_dir = str(Path(args.output_dir).absolute())
         asked, self.optimizer_fields = user_settings(vars(args)), optimizer_fields(vars(args))
         self._is_closed = False
         processing_class, image_processor = parts_of_processor(processing_class)
@@ -185,11 +190,19 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         check_adapter(peft_config)
         check_installed([args.report_to] if isinstance(args.report_to, str) else args.report_to or ())
         self._meet_ranks()
-        acts = bool(tools) or environment_factory is not None
-        given = Run(acts, agent is not None, may_read_pictures(model), eval_dataset is not None)
-        say_without_effect(args, set_fields(args), given, owner=self.ranks.owner)
         data = self._read_data(train_dataset, eval_dataset, environment_factory, model)
         self._has_environments = environment_factory is not None
+        # An environment adds text to prompts, and a function or an agent makes others.
+        makes_text = any(maker is not None for maker in (environment_factory, rollout_func, agent))
+        given = Run(
+            acts=bool(tools) or environment_factory is not None,
+            has_agent=agent is not None,
+            reads_pictures=may_read_pictures(model),
+            evaluates=eval_dataset is not None,
+            starts_engine=engine is None,
+            **kinds_of_data(data.named, entries_of(reward_funcs), makes_text=makes_text),
+        )
+        say_without_effect(args, set_fields(args), given, owner=self.ranks.owner)
         self._given = {
             "tools": tools,
             "rollout_func": rollout_func,
@@ -220,8 +233,6 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         if loads_rewards:
             self._scorer = self.scorer(reward_funcs, reward_processing_classes)
         prepare_cuda()
-        # An environment adds text to prompts, and a function or an agent makes others.
-        makes_text = any(maker is not None for maker in (environment_factory, rollout_func, agent))
         self._opened = opened = open_policy(model, processing_class, peft_config, args, quantization_config)
         self._reader = prompt_reader(
             opened, args, data.named, image_processor, acting=bool(tools) or makes_text
@@ -528,6 +539,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             LockstepError: the trainer is closed.
         """
         check_open(self._is_closed)
+        check_torch()
         check_fields(self.config, again=True)
         check_gpu(self.args.use_liger_kernel, use_cpu=self.args.use_cpu)
         if resume_from_checkpoint is None:

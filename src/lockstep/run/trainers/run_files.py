@@ -147,6 +147,8 @@ class RunFiles(TrainerCallback):
     ) -> None:
         if not self._is_training or not logs or not is_metric(logs):
             return
+        # The evaluation of `eval_on_start` comes before the first step.
+        self._begin(state)
         append_line(self.folder / METRICS, as_json({"step": state.global_step, **logs}))
         self._write_now_and_then()
 

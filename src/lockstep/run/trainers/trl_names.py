@@ -126,9 +126,7 @@ class Absent:
         self._name = name
 
     def __get__(self, trainer: Any, kind: type | None = None) -> Any:
-        """Raises:
-        AttributeError: always, with the reason.
-        """
+        """Raise an AttributeError with the reason."""
         owner = kind if trainer is None else type(trainer)
         raise AttributeError(f"{owner.__name__ if owner else 'the trainer'} has no {self._name}: {self.why}")
 

@@ -36,39 +36,9 @@ from lockstep.devices import sent
 from lockstep.errors import EngineLost, InputError
 from lockstep.progress import waiting
 from lockstep.weights.source import may_be_base, meta_tensors, pieces
-from lockstep.weights.wire.groups import (
-    SENDER,
-    DeviceChannel,
-    GlooChannel,
-    KeptChannel,
-    Meeting,
-    connect,
-    listen,
-    new_secret,
-    open_store,
-    own_address,
-    ready_key,
-)
-from lockstep.weights.wire.stream import (
-    ALIGNMENT,
-    CHUNK_BYTES,
-    Named,
-    Piece,
-    WeightReceiverCalls,
-    aligned,
-    arrived_pieces,
-    available_bytes,
-    buffer_bytes,
-    check_pending,
-    chunks,
-    count_of,
-    finish_all,
-    layout,
-    piece_bytes,
-    raw_bytes,
-    views,
-    worker_ranks,
-)
+from lockstep.weights.wire import groups, stream
+from lockstep.weights.wire.groups import DeviceChannel, GlooChannel, KeptChannel, Meeting
+from lockstep.weights.wire.stream import CHUNK_BYTES, Named, Piece, WeightReceiverCalls
 
 _logger = logging.getLogger(__name__)
 
@@ -104,18 +74,20 @@ class GlooTransport:
         self._wants_deltas = deltas
         # Whether there is room for the copies; None: no push was made yet.
         self._deltas: bool | None = None
-        listen(host, port).close()
+        groups.listen(host, port).close()
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
         deltas = may_be_base(tensors) and self._sends_deltas(tensors, servers)
         to_host = self._device.type == "cpu"
         key = None if to_host else push_key()
         pool = ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push")
-        listener = listen(self._host, self._port)
-        ranks = worker_ranks(servers, 1)
-        port, size, secret = listener.getsockname()[1], ranks[-1], new_secret()
+        listener = groups.listen(self._host, self._port)
+        ranks = stream.worker_ranks(servers, 1)
+        port, size, secret = listener.getsockname()[1], ranks[-1], groups.new_secret()
         try:
-            placed = [layout(part)[0] for part in chunks(meta_tensors(tensors), CHUNK_BYTES // 2)]
+            placed = [
+                stream.layout(part)[0] for part in stream.chunks(meta_tensors(tensors), CHUNK_BYTES // 2)
+            ]
             connection = {
                 "transport": self._name,
                 "host": self._host,
@@ -142,9 +114,9 @@ class GlooTransport:
                 raise
             except RuntimeError:
                 # If a server failed, its own error says more than the broken connection. `finish_all` raises it.
-                finish_all(pending)
+                stream.finish_all(pending)
                 raise
-            finish_all(pending)
+            stream.finish_all(pending)
         finally:
             pool.shutdown(wait=False)
 
@@ -169,15 +141,15 @@ class GlooTransport:
         pending: Sequence[Future[None]],
     ) -> None:
         # `detach` hands the file descriptor over to the store, which will close it.
-        store = open_store(self._host, listener.getsockname()[1], self._timeout, listener.detach())
+        store = groups.open_store(self._host, listener.getsockname()[1], self._timeout, listener.detach())
 
         def check() -> None:
-            check_pending(pending)
+            stream.check_pending(pending)
 
         try:
             self._wait_for_workers(store, size, pending)
             with self._channel(
-                Meeting(store, secret, SENDER, size, self._host, self._timeout, check)
+                Meeting(store, secret, groups.SENDER, size, self._host, self._timeout, check)
             ) as channel:
                 channel.broadcast(raw)
         except BaseException:
@@ -185,14 +157,14 @@ class GlooTransport:
             raise
 
     def _channel(self, meeting: Meeting) -> GlooChannel:
-        return GlooChannel(connect(meeting), meeting)
+        return GlooChannel(groups.connect(meeting), meeting)
 
     def _wait_for_workers(self, store: dist.Store, size: int, pending: Sequence[Future[None]]) -> None:
         """Wait until every worker has connected, or raise as soon as a server reports an error."""
         deadline = time.monotonic() + self._timeout
         with waiting(f"the servers to connect to {self._host} for the weights", self._timeout):
-            while not store.check([ready_key(rank) for rank in range(1, size)]):
-                check_pending(pending)
+            while not store.check([groups.ready_key(rank) for rank in range(1, size)]):
+                stream.check_pending(pending)
                 if time.monotonic() > deadline:
                     raise RuntimeError(
                         f"not every server connected to {self._host} within {self._timeout:.0f} s"
@@ -240,22 +212,22 @@ class Receiver:
             if store.check([_PUSH_FAILED]):
                 raise RuntimeError("another server failed during this push, so the trainer ended it")
 
-        store.set(ready_key(info["rank"]), "")
-        address = own_address(host, port, timeout)
+        store.set(groups.ready_key(info["rank"]), "")
+        address = groups.own_address(host, port, timeout)
         channel = self._channel(
             info, Meeting(store, secret, info["rank"], info["size"], address, timeout, check)
         )
-        places = self._places([buffer_bytes(part) for part in parts], channel.device)
+        places = self._places([stream.buffer_bytes(part) for part in parts], channel.device)
 
         def receive_chunk(number: int) -> list[Piece]:
             start, end = places[number]
-            targets = views(self.buffer[start:end], parts[number])
+            targets = stream.views(self.buffer[start:end], parts[number])
             counts_tensor = torch.empty(len(targets), dtype=torch.int64, device=channel.device)
             try:
                 channel.broadcast([counts_tensor.view(torch.uint8)])
                 counts = counts_tensor.tolist()
                 raw = (
-                    tensor.flatten().view(torch.uint8)[: piece_bytes(count, tensor)]
+                    tensor.flatten().view(torch.uint8)[: stream.piece_bytes(count, tensor)]
                     for count, (_, tensor) in zip(counts, targets, strict=True)
                 )
                 channel.broadcast(raw)
@@ -263,7 +235,7 @@ class Receiver:
                 # The channel may still write into this memory.
                 self.buffer = torch.empty(0, dtype=torch.uint8)
                 raise
-            return arrived_pieces(counts, targets)
+            return stream.arrived_pieces(counts, targets)
 
         # Leaving the inner block waits for the running receive, so that nothing is written into the buffer afterwards.
         with channel, ThreadPoolExecutor(1, thread_name_prefix="lockstep-receive") as pool:
@@ -282,16 +254,16 @@ class Receiver:
     def _channel(self, info: Mapping[str, Any], meeting: Meeting) -> GlooChannel:
         if info["transport"] == NCCL:
             return self._kept.join(meeting, info["group"])
-        return GlooChannel(connect(meeting), meeting)
+        return GlooChannel(groups.connect(meeting), meeting)
 
     def _places(self, sizes: Sequence[int], device: torch.device) -> list[tuple[int, int]]:
         """(start, end) of each chunk in the buffer: the two ends of the buffer in turn. Large chunks may overlap."""
         largest = max(sizes, default=0)
-        needed = max(largest, min(2 * aligned(largest), CHUNK_BYTES))
+        needed = max(largest, min(2 * stream.aligned(largest), CHUNK_BYTES))
         if self.buffer.numel() < needed or self.buffer.device != device:
             self.buffer = torch.empty(0, dtype=torch.uint8)
             self.buffer = torch.empty(needed, dtype=torch.uint8, device=device)
-        upper_starts = [(self.buffer.numel() - size) // ALIGNMENT * ALIGNMENT for size in sizes]
+        upper_starts = [(self.buffer.numel() - size) // stream.ALIGNMENT * stream.ALIGNMENT for size in sizes]
         starts = [upper_starts[number] if number % 2 else 0 for number in range(len(sizes))]
         return [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
@@ -307,7 +279,7 @@ def _copies_fit(tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]
     if 2 * sum(size for size, width in sizes if width <= 2) < needed:
         return False
     without_room = [s.url for s in servers if 2 * needed * s.world_size > s.available_bytes]
-    without_room += ["this machine"] if 2 * needed > available_bytes() else []
+    without_room += ["this machine"] if 2 * needed > stream.available_bytes() else []
     if without_room:
         _logger.warning(
             f"every push sends whole tensors: {without_room[0]} has too little main memory for a copy of the weights "
@@ -322,11 +294,11 @@ def _sent_bytes(
     """The bytes of a push on a device, in the order of sending: for each chunk its counts, then its pieces."""
     for length in lengths:
         chunk = list(islice(incoming, length))
-        yield sent(torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64), device).view(
-            torch.uint8
-        )
+        yield sent(
+            torch.tensor([stream.count_of(piece) for _, piece in chunk], dtype=torch.int64), device
+        ).view(torch.uint8)
         while chunk:
-            yield raw_bytes(chunk.pop(0)[1], device)
+            yield stream.raw_bytes(chunk.pop(0)[1], device)
     # Read to the end, because an update describes its last tensors only then.
     assert next(incoming, None) is None
 

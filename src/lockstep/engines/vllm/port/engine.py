@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from lockstep.contract.probe import fields_of_parts
 from lockstep.contract.protocol import EngineSettings
 from lockstep.contract.tensors import digests_of, dtype_name, new_key
-from lockstep.engines.vllm.arguments import NEUTRAL_SAMPLING
+from lockstep.engines.vllm.arguments import NEUTRAL_SAMPLING, SleepLevel
 from lockstep.errors import InputError, LockstepError
 
 if TYPE_CHECKING:
@@ -254,7 +254,6 @@ def lora_of_linear() -> Place:
     return BaseLinearLayerWithLoRA, "_apply_lora_to_output"
 
 
-SleepLevel = Literal[0, 1, 2]
 _WEIGHTS, _CACHE = "weights", "kv_cache"
 
 

@@ -13,6 +13,7 @@ describe only consecutive placeholders. The digest of a piece is its key in vLLM
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -151,6 +152,15 @@ def completion(key: RequestKey, output: RequestOutput, *, filtered: bool, adapte
             key, sample.sampling_mask.token_ids if sample.sampling_mask else None, filtered=filtered
         ),
     )
+
+
+def first_without_logprob(output: RequestOutput) -> int | None:
+    """The place of the first token whose log-prob is not finite; None: every token has one, or they cannot be read."""
+    (sample,) = output.outputs
+    for place, (entry, token) in enumerate(zip(sample.logprobs or (), sample.token_ids, strict=False)):
+        if token in entry and not math.isfinite(entry[token].logprob):
+            return place
+    return None
 
 
 def reported_kept_ids(
@@ -416,8 +426,6 @@ def record_pictures(worker: Any) -> None:
 
 
 def recorded_digests(worker: Any, digests: Sequence[str]) -> dict[str, str | None]:
-    """For each digest in a request, the digest of the tensors that the worker has encoded for it; None: it has
-    encoded none.
-    """
+    """For each digest in a request, that of the tensors that the worker has encoded for it; None: it encoded none."""
     recorder = getattr(worker.model_runner, "lockstep_pictures", None)
     return {digest: None if recorder is None else recorder.digests.get(digest) for digest in digests}
