@@ -75,7 +75,7 @@ class PromptPictures:
         pictures: in the order of their placeholders.
         places: (F,) int64, index in the prompt's ids of every placeholder. Other ids may stand between those of one
             picture.
-        placeholder: the id that stands for a part of a picture.
+        placeholder: the id that stands for a part of a picture; -1, which is no id, if there are none.
         positions: (axes, P) int64 position ids of the prompt, from the model's own function. None: the model counts
             the ids of a prompt with pictures as those of any text.
         delta: what the model adds to the index of a token after the prompt to get its position on every axis.

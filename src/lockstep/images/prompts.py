@@ -342,6 +342,7 @@ class ImagePrompts(PromptReader):
     """
 
     shows_pictures = True
+    placeholder: int
 
     def __init__(
         self,
@@ -366,7 +367,7 @@ class ImagePrompts(PromptReader):
         limits.set_sizes(processor, config)
         self._model, self._limits, self._urls = model, limits, urls
         self.processor = processor
-        self._placeholder = self.placeholder = int(config.image_token_id)
+        self.placeholder = int(config.image_token_id)
         kind = InTiles(processor, config, tokenizer) if reads_tiles(config) else InPatches(processor, config)
         self._process: InPatches | InTiles = kind
 
@@ -384,7 +385,7 @@ class ImagePrompts(PromptReader):
         return found
 
     def in_turns(self, extensions: Iterable[Extension]) -> Process:
-        trial = stand_in([self._placeholder])
+        trial = stand_in([self.placeholder])
         reasons = (extension.why_no_pictures(trial) for extension in extensions)
         return next((refusing(reason) for reason in reasons if reason is not None), self.opened_pictures)
 
@@ -405,7 +406,7 @@ class ImagePrompts(PromptReader):
         if isinstance(prompt, list):
             ids = whole_numbers(made({**row, "prompt": with_pictures(prompt, pictures)}))
         else:
-            ids = with_picture_ids(whole_numbers(made(row)), self._placeholder, pictures)
+            ids = with_picture_ids(whole_numbers(made(row)), self.placeholder, pictures)
         return ids, self.placed(ids, pictures)
 
     def messages_of(self, row: Mapping[str, Any], pictures: PromptPictures) -> list[Message]:
@@ -413,7 +414,7 @@ class ImagePrompts(PromptReader):
         return with_pictures(messages, pictures.pictures)
 
     def placed(self, ids: Ids, pictures: Sequence[Picture]) -> PromptPictures:
-        places = whole_numbers(np.flatnonzero(ids == self._placeholder))
+        places = whole_numbers(np.flatnonzero(ids == self.placeholder))
         due = sum(picture.tokens for picture in pictures)
         if len(places) != due:
             raise ProofError(
@@ -426,14 +427,14 @@ class ImagePrompts(PromptReader):
         if not pictures:
             return NO_PICTURES
         if pictures[0].in_tiles:
-            return PromptPictures(tuple(pictures), places, self._placeholder)
-        return PromptPictures(tuple(pictures), places, self._placeholder, *self._positions(ids, pictures))
+            return PromptPictures(tuple(pictures), places, self.placeholder)
+        return PromptPictures(tuple(pictures), places, self.placeholder, *self._positions(ids, pictures))
 
     @torch.no_grad()
     def _positions(self, ids: Ids, pictures: Sequence[Picture]) -> tuple[Any, int]:
         """Position ids of all ids, and what is added to the index of the tokens after it."""
         # The model's function would take two pictures side by side for one.
-        parts = ids == self._placeholder
+        parts = ids == self.placeholder
         if np.count_nonzero(parts[1:] & ~parts[:-1]) + parts[0] != len(pictures):
             raise InputError(
                 "two pictures stand side by side, without any text between them: write the model's marks "
@@ -441,6 +442,6 @@ class ImagePrompts(PromptReader):
             )
         row = torch.tensor(ids)[None]
         shown = {"image_grid_thw": torch.stack([picture.grid for picture in pictures])}
-        marks = (row == self._placeholder).int()
+        marks = (row == self.placeholder).int()
         positions, delta = self._model.base_model.get_rope_index(row, mm_token_type_ids=marks, **shown)
         return positions[:, 0].numpy(), int(delta)

@@ -117,7 +117,7 @@ class ToolProgram:
         begun = await environment.reset(environments.row_of(row), conversation.environment_seed)
         asked, longest = self._asked(conversation), conversation.context * self._longest_token
         if begun is not None:
-            self._check_said(environment, "reset", begun, asked)
+            self._check_count(environment, "reset", begun, asked)
         shown = _with_content(asked, None if begun is None else begun.shown(longest))
         said = _Said(shown, conversation.notes["messages"])
         if begun is not None and any(begun.parts):
@@ -166,7 +166,7 @@ class ToolProgram:
                     or (heard := await environment.next_user_message(parsed.content)) is None
                 ):
                     return
-                self._check_said(environment, "next_user_message", heard, said.shown)
+                self._check_count(environment, "next_user_message", heard, said.shown)
                 contents = heard.shown(longest), heard.kept(longest)
                 shown, kept = ([{"role": "user", "content": content}] for content in contents)
             go_on(conversation, extension, said.shown, context, turn, shown, self._reader)
@@ -174,7 +174,7 @@ class ToolProgram:
             said.kept += kept
 
     def _within_limit(self, results: list[ToolResult], before: Sequence[Message]) -> list[ToolResult]:
-        """The results, with errors for the model instead of those that would show it too much."""
+        """The results, with errors for the model instead of those that would show it too many pictures."""
         found: list[ToolResult] = []
         for result in results:
             try:
@@ -184,17 +184,17 @@ class ToolProgram:
             found.append(result)
         return found
 
-    def _check_said(
+    def _check_count(
         self, environment: Environment, method: str, said: Content, before: Sequence[Message]
     ) -> None:
-        """Check what an environment has given, which fails if it would show the model too much."""
+        """Check the number of pictures with those that an environment has given. It fails if they are too many."""
         try:
             self._reader.check_said(before, [said])
         except InputError as error:
             raise environment.fail(method, str(error)) from error
 
     def _asked(self, conversation: Conversation) -> list[Message]:
-        """The messages of the prompt, as the chat template takes them."""
+        """The messages of the prompt, with its pictures."""
         prompt = conversation.prompt
         return self._reader.messages_of({**prompt.columns, "prompt": prompt.source}, prompt.pictures)
 

@@ -148,7 +148,8 @@ def load_prompts(
         limit: the field that bounds a completion, and its value, for the error about a prompt that is too long.
 
     Raises:
-        InputError: a prompt cannot be tokenized or read, or is too long. The message names the row.
+        InputError: a prompt cannot be tokenized, or is too long, or a picture cannot be read. The message names the
+            row.
     """
     reader.check_columns(name, dataset.column_names)
     prompts = []
