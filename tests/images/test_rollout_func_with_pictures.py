@@ -127,3 +127,20 @@ def test_ids_without_their_images_are_not_sampled_after(folder: str, tmp_path: P
     trainer = look(folder, tmp_path, use_vllm=False, rollout_func=forgets)
     with pytest.raises(InputError, match="give the images of each prompt of ids in `images`"):
         trainer.train()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_model_of_text_refuses_images_that_it_would_not_see(
+    named: bool, untied_dir: str, tmp_path: Path
+) -> None:
+    def gives(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        shown = [[picture(50, 16, 16)] for _ in prompts]
+        if named:
+            return one_turn(prompts, trainer) | {"images": shown}
+        generate_rollout_completions(trainer, prompts, images=shown)
+        return {}
+
+    rows = [{"prompt": f"hello {i}"} for i in range(4)]
+    trainer = look(untied_dir, tmp_path, rows, use_vllm=False, rollout_func=gives)
+    with pytest.raises(InputError, match="this run shows no images to the model; give text"):
+        trainer.train()

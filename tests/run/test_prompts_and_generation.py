@@ -62,7 +62,7 @@ def test_a_row_that_is_too_long_or_cannot_be_rendered_is_named() -> None:
         load_prompts(
             Dataset.from_dict({"prompt": ["z" * 100]}),
             "train",
-            tokenizer,
+            PromptReader(tokenizer),
             max_prompt_length=20,
             limit=("max_new_tokens", 500),
         )
