@@ -1,15 +1,13 @@
 """The prompts of a run: made of what a user gives as data, and their order over the generations.
 
-Makes prompts of what a user gives as data: a dataset with a `prompt` column, a stream, or several sets with names.
+A user gives a dataset with a `prompt` column, a stream, or several sets with names. `read_data` checks the rows before
+a model is loaded, and `read_prompts` makes their ids. A stream (`datasets.IterableDataset`) is read before training
+begins: the rows that the run's steps need, in its order. From there on it is a dataset like any other. Therefore the
+receipt has the digest of the rows, and a run is resumed exactly.
 
-Rows are checked, tokenized and measured before a model is loaded. A stream (`datasets.IterableDataset`) is read
-before training begins: for training the rows that the run's steps need, in the order of the stream. From there on
-they are treated like the rows of any dataset. Therefore the receipt has their digest, and a run is resumed exactly.
-
-The prompts of each generation, and the loader that gives them to the loop, one item per micro-step.
-
-If solved prompts are left out, the order also depends on the scored groups. The order is a pure function of the seed
-and of which prompt was solved in which generation. So a resumed run gets the same prompts as an uninterrupted one.
+`PromptOrder` says which prompts a generation has: a pure function of the seed, and, if solved prompts are left out, of
+which prompt was solved in which generation. So a resumed run gets the prompts of an uninterrupted one. A loader gives
+them to the loop as one `MicroBatch` per micro-step.
 """
 
 from __future__ import annotations
