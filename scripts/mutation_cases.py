@@ -3288,8 +3288,15 @@ MUTATIONS = [
     Mutation(
         "a rollout may show other pictures than the engine was sent",
         "seen = request.pictures.digests",
-        "seen = answer.pictures and () or ()",
+        "seen: tuple[str, ...] = ()",
         f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn[qwen2_5_vl]",
+    ),
+    Mutation(
+        "a model of text answers as if it had seen the images of a function",
+        "    if given and not reader.shows_pictures:\n",
+        "    if False:\n",
+        "tests/images/test_rollout_func_with_pictures.py::"
+        "test_a_model_of_text_refuses_images_that_it_would_not_see[False]",
     ),
     Mutation(
         "a branch may have placeholders without their pictures",
