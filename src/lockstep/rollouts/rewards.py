@@ -1,7 +1,7 @@
 """Reward functions: how they are made and called, rewards of environments and agents, and what a reward logs.
 
 `reward_scorer` makes reward functions of `reward_funcs`: functions stay as they are; names and models become reward
-models, which are called alike. `RewardScorer` calls them and makes one reward per rollout.
+models, which are called alike. `RewardScorer` makes one reward per rollout of their scores.
 
 A reward function takes `prompts`, `completions`, `completion_ids`, `trainer_state`, `log_metric`, `log_extra` and the
 dataset's other columns, all by keyword. It returns one number per completion, or None for "no score". It may be a
