@@ -2995,7 +2995,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a prompt without what reset added",
-        "            conversation.branch(ids, self._placed(ids, said.shown))\n",
+        "            conversation.branch(ids, self._reader.shown_by(said.shown, ids))\n",
         "            pass\n",
         "tests/rollouts/test_tool_program.py::test_a_reset_adds_to_the_prompt_and_the_reward_belongs_to_its_rollout",
     ),
@@ -3326,14 +3326,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a run fetches a picture again where it needs it",
-        "row = images.with_files(row)",
-        "row = dict(row)",
+        'row = reader.with_files({**given, "prompt"',
+        'row = dict({**given, "prompt"',
         f"{PICTURE_URLS}::test_a_run_learns_from_the_bytes_that_it_fetched_once",
     ),
     Mutation(
         "a call with another picture continues the branch of equal ids",
-        "np.array_equal(context[: len(ids)], ids) and digests == own",
-        "np.array_equal(context[: len(ids)], ids) and len(own) >= 0",
+        "np.array_equal(context[: len(ids)], ids) and same",
+        "np.array_equal(context[: len(ids)], ids)",
         f"{AGENT_PICTURES}::test_the_rows_ids_with_another_picture_are_another_branch",
     ),
     Mutation(
@@ -3344,8 +3344,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the limit on pictures does not count those of earlier turns",
-        "self._images.check_count(count + result.content.pictures)",
-        "self._images.check_count(result.content.pictures)",
+        "self.check_count(len(pictures_in(messages)) + more)",
+        "self.check_count(more)",
         f"{PICTURE_TURNS}::test_a_result_with_more_pictures_than_the_limit_is_an_error_for_the_model",
     ),
     Mutation(
@@ -3380,13 +3380,20 @@ MUTATIONS = [
     ),
     Mutation(
         "a rollout may show other pictures than the engine was sent",
-        "seen = request.pictures.digests if request.pictures is not None else ()",
-        "seen = answer.pictures and () or ()",
+        "seen = request.pictures.digests",
+        "seen: tuple[str, ...] = ()",
         f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn[qwen2_5_vl]",
     ),
     Mutation(
+        "a model of text answers as if it had seen the images of a function",
+        "    if given and not reader.shows_pictures:\n",
+        "    if False:\n",
+        "tests/images/test_rollout_func_with_pictures.py::"
+        "test_a_model_of_text_refuses_images_that_it_would_not_see[False]",
+    ),
+    Mutation(
         "a branch may have placeholders without their pictures",
-        "if pictures is None and own is not None and (ids == own.placeholder).any():",
+        "if not pictures and (ids == self.prompt.pictures.placeholder).any():",
         "if False:",
         f"{PICTURE_TURNS}::test_a_branch_without_the_pictures_of_its_ids_is_refused",
     ),
@@ -3440,8 +3447,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a question on another picture counts as one that was trained on",
-        "() if prompt.pictures is None else prompt.pictures.digests",
-        "()",
+        "return prompt.ids.tobytes(), prompt.pictures.digests",
+        "return prompt.ids.tobytes(), ()",
         f"{PICTURE_RUNS}::test_a_question_on_another_picture_is_held_out",
     ),
     Mutation(
@@ -3633,13 +3640,13 @@ MUTATIONS = [
     ),
     Mutation(
         "a completion of another rank may lose its pictures",
-        "if place == _OWN and own is None:",
+        "if place == _OWN and not own:",
         "if False:",
         f"{WIRE}::test_pictures_that_do_not_arrive_as_they_were_sent_are_refused",
     ),
     Mutation(
         "every completion of another rank is taken to have seen the pictures of its prompt",
-        "(shown is own or _equal(shown, own))",
+        "shown is own or _equal(shown, own)",
         "True",
         f"{WIRE}::test_each_completion_finds_the_pictures_of_its_prompt_and_only_others_are_sent",
     ),

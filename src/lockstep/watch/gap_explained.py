@@ -257,7 +257,7 @@ def decompose(
     nearest = min(gaps, key=lambda name: gaps[name], default="")
     parts = split_gap(gap, stale, limit, raw=raw, other_dtype=gaps.get(nearest))
     again = None if layers or explained else _answers_again(model, engine, completions, precision)
-    shown = any(c.pictures is not None for c in completions)
+    shown = any(c.pictures for c in completions)
     cause, fix = _reading(parts, nearest, likeliest, layers, probed.servers, again, limit, pictures=shown)
     if not layers and not explained and parts.staleness <= max(parts.numerics, parts.defect):
         routed = routing_differences(model, completions, precision)
@@ -295,7 +295,7 @@ def _answers_again(
 
     None: there is no room for another token, or there are pictures, which `Engine.score` does not take.
     """
-    if any(c.pictures is not None for c in completions):
+    if any(c.pictures for c in completions):
         return None
     try:
         paths = {str(c.key): (*c.prompt_ids.tolist(), *c.token_ids.tolist()) for c in completions}
@@ -374,7 +374,7 @@ def routing_differences(
     """
     inner = causal_model(model)
     same = precision.dtype_of(model) == inner.dtype
-    if same or not has_routers(inner) or any(c.pictures is not None for c in completions):
+    if same or not has_routers(inner) or any(c.pictures for c in completions):
         return None
     differing = pairs = 0
     for c in completions:

@@ -296,7 +296,7 @@ class ModelGradient:
         chosen = [_cut(s) for s in _pair(sequences, draws)]
         if self._limit(policy)[1] and self._distribution(policy).is_tempered_only:
             # Ids of pictures stand for their pixels, which other texts do not have.
-            texts = [s for s in sequences if s.pictures is None] or chosen
+            texts = [s for s in sequences if not s.pictures] or chosen
             ids = np.unique(np.concatenate([own for s in texts for own in (s.prompt_ids, s.completion_ids)]))
             chosen = [s.but(completion_ids=draws.choice(ids, len(s.completion_ids))) for s in chosen]
         size = sum(s.length for s in chosen)
@@ -521,7 +521,7 @@ def draw_part(
     batches: Sequence[Sequence[TrainingSequence]], draws: np.random.Generator
 ) -> list[TrainingSequence]:
     """The shortest of some drawn units of sequences with a gradient and no pictures; empty if there is none."""
-    units = [unit for batch in batches for unit in units_of(batch) if all(s.pictures is None for s in unit)]
+    units = [unit for batch in batches for unit in units_of(batch) if not any(s.pictures for s in unit)]
     if not units:
         return []
     chosen = draws.permutation(len(units))[:_AMONG].tolist()
