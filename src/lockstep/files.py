@@ -83,6 +83,29 @@ def check_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "is not a file", str(path))
 
 
+def from_json(text: str) -> Any:
+    """The value of a text that may be damaged.
+
+    Raises:
+        ValueError: it is no JSON, or nested so deeply that nobody has written it.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_json(path: Path) -> Any:
+    """The value in a file, which may be damaged.
+
+    Raises:
+        OSError: it is no regular file, or cannot be read.
+        ValueError: it is not UTF-8, no JSON, or nested too deeply.
+    """
+    check_regular(path)
+    return from_json(path.read_text(encoding="utf-8"))
+
+
 def read_settings(path: Path) -> str:
     """The text of a file in which a user has written settings.
 

@@ -33,7 +33,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lockstep.devices import read_in_threads
 from lockstep.errors import InputError, told
-from lockstep.files import replace_text, what_is_at
+from lockstep.files import from_json, read_json, replace_text, what_is_at
 from lockstep.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_file, adapter_tensors, load_adapter
 from lockstep.models.parameters import checkpoint_tensors
 from lockstep.models.policy import BAD_FILES, check_finite, first_line, listed, load_policy
@@ -290,13 +290,13 @@ def read_base(folder: Path) -> Base | None:
     if not os.path.lexists(path):
         return None
     try:
-        base = Base(**json.loads(path.read_text(encoding="utf-8")))
+        base = Base(**read_json(path))
         if not isinstance(getattr(torch, base.dtype), torch.dtype):
             raise ValueError(f"{base.dtype} is no dtype")
         if not isinstance(base.adapter, dict):
             raise TypeError(f"adapter is a {type(base.adapter).__name__}")
         return base
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise InputError(f"{path} cannot be read ({first_line(error)}); copy the adapter again") from error
 
 
@@ -353,11 +353,11 @@ def _settings(adapter: Path) -> dict[str, Any]:
     """
     path = adapter_file(adapter, ADAPTER_CONFIG)
     try:
-        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        settings: dict[str, Any] = read_json(path)
         kind, rank, alpha = settings["peft_type"], settings["r"], settings["lora_alpha"]
         ranks = [rank, *(settings.get("rank_pattern") or {}).values()]
         alphas = [alpha, *(settings.get("alpha_pattern") or {}).values()]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{path} cannot be read ({told(error)}); copy the adapter again") from error
     if kind != "LORA":
         raise InputError(f"{path} has the peft_type {kind!r:.80}; only the weights of LORA can be merged")
@@ -412,8 +412,8 @@ def _file_digest(path: Path) -> str:
     """The digest of a file. That of settings is the same wherever the base lies."""
     content = path.read_bytes()
     if path.name == ADAPTER_CONFIG:
-        with suppress(ValueError, AttributeError, RecursionError):
-            kept = {name: value for name, value in json.loads(content).items() if name not in _PLACES}
+        with suppress(ValueError, AttributeError):
+            kept = {name: value for name, value in from_json(content.decode()).items() if name not in _PLACES}
             content = json.dumps(kept, sort_keys=True).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 

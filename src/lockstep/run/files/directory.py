@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from lockstep.config.run import OnlineConfig
 from lockstep.errors import InputError
-from lockstep.files import free_name, replace_text, what_is_at
+from lockstep.files import free_name, from_json, read_json, replace_text, what_is_at
 from lockstep.report.page.run_record import AFTER, END, REPORT, SETTINGS, SUMMARY
 from lockstep.rollouts.ranks import Ranks
 from lockstep.run.files import identity
@@ -219,7 +219,7 @@ def _is_finished(folder: Path) -> bool:
     if not path.exists():
         return False
     try:
-        if isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
+        if isinstance(read_json(path), dict):
             return True
     except (OSError, ValueError):
         pass
@@ -261,7 +261,7 @@ def _settings_in(folder: Path, checkpoint: Path) -> dict[str, Any]:
     troubles = []
     for path in (folder / SETTINGS, checkpoint / SETTINGS):
         try:
-            found = without_secrets(json.loads(path.read_text(encoding="utf-8")))
+            found = without_secrets(read_json(path))
             if not isinstance(found, dict):
                 raise ValueError("it holds no fields")
         except (OSError, ValueError) as error:
@@ -358,7 +358,7 @@ def other_time(earlier: Mapping[str, Any], clock: TemplateClock, checkpoint: Pat
 
 def _recorded(receipt: Path) -> datetime | None:
     try:
-        entries = [json.loads(line) for line in read_log(receipt) if CLOCK in line]
+        entries = [from_json(line) for line in read_log(receipt) if CLOCK in line]
         moments = [entry["inputs"][CLOCK] for entry in entries]
         return datetime.fromisoformat(moments[-1]) if moments else None
     except (OSError, ValueError, KeyError, TypeError):
