@@ -83,7 +83,7 @@ def check_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "is not a file", str(path))
 
 
-def from_json(text: str) -> Any:
+def from_json(text: str | bytes) -> Any:
     """The value of a text that may be damaged.
 
     Raises:
