@@ -1678,8 +1678,8 @@ MUTATIONS = [
     ),
     Mutation(
         "an adapter whose lora_alpha was changed is merged",
-        '!= "is a file" or _file_digest(adapter / name) != digest:',
-        '!= "is a file":',
+        " and _file_digest(path) == digest",
+        "",
         ADAPTER_FILES,
     ),
     Mutation(

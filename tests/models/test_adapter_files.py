@@ -232,6 +232,7 @@ OF_A_FILE = [
     (_config(r=10**12), "has rank 4, and its adapter_config.json says r=1000000000000"),
     (_config(rank_pattern={"q_proj": 0}), "r is 0; it must be"),
     (_config(rank_pattern=[1]), "cannot be read"),
+    (_config(lora_alpha=10**400), "cannot be loaded onto"),
     *((_config(lora_alpha=alpha), "lora_alpha is .* it must be") for alpha in (0, math.nan, "8", None, True, [8])),
     (_config(alpha_pattern={"up_proj": math.inf}), "lora_alpha is inf; it must be"),
     (_config(use_rslora="false"), "use_rslora is 'false'; it must be true or false"),

@@ -6,6 +6,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
+from lockstep.cli.fields import check_model
 from lockstep.cli.help import WordParser
 from lockstep.errors import InputError, foreign_errors, reason, writing
 from lockstep.files import making_folder, what_is_at
@@ -34,6 +35,7 @@ def run(words: list[str]) -> int:
     base = asked.base or _base_of(adapter)
     if os.path.lexists(folder):
         raise InputError(f"{folder} exists; give another folder")
+    check_model(base)
     from lockstep.cli.output import quiet_libraries
     from lockstep.progress import StatusLine, busy, watched_by
 

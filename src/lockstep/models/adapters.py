@@ -32,7 +32,7 @@ import xxhash
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lockstep.devices import read_in_threads
-from lockstep.errors import InputError, told
+from lockstep.errors import InputError, reason, told
 from lockstep.files import from_json, read_json, replace_text, what_is_at
 from lockstep.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_file, adapter_tensors, load_adapter
 from lockstep.models.parameters import checkpoint_tensors
@@ -314,12 +314,8 @@ def load_adapted(base: str, adapter: Path) -> tuple[Any, bool]:
     """
     settings, file = _settings(adapter), adapter_file(adapter, *ADAPTER_WEIGHTS)
     about = read_base(adapter)
-    for name, digest in (about.adapter if about is not None else {}).items():
-        if what_is_at(adapter / name) != "is a file" or _file_digest(adapter / name) != digest:
-            raise InputError(
-                f"{adapter / name} is not as the run saved it; copy the adapter again (or remove {BASE_FILE}, to use "
-                "what is there)"
-            )
+    if about is not None:
+        _check_unchanged(adapter, about)
     _check_weights(file, settings)
     model = _load_base(base, about)
     if about is not None and (found := base_digest(model)) != about.digest:
@@ -377,7 +373,21 @@ def _settings(adapter: Path) -> dict[str, Any]:
 
 
 def _scales(alpha: Any) -> bool:
-    return type(alpha) in (int, float) and math.isfinite(alpha) and alpha != 0
+    return type(alpha) in (int, float) and 0 < abs(alpha) < math.inf
+
+
+def _check_unchanged(adapter: Path, about: Base) -> None:
+    for name, digest in about.adapter.items():
+        path = adapter / name
+        try:
+            is_same = what_is_at(path) == "is a file" and _file_digest(path) == digest
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({reason(error)}); copy the adapter again") from error
+        if not is_same:
+            raise InputError(
+                f"{path} is not as the run saved it; copy the adapter again (or remove {BASE_FILE}, to use what is "
+                "there)"
+            )
 
 
 def _check_weights(file: Path, settings: Mapping[str, Any]) -> None:
