@@ -176,8 +176,8 @@ def open_run_together(ranks: Ranks, output_dir: str | Path, settings: dict[str, 
 
 def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
     known = folder / SETTINGS
-    if known.exists() and known.is_dir():
-        raise InputError(f"{known} is a directory; give another output_dir")
+    if (there := what_is_at(known)) not in ("is a file", "does not exist"):
+        raise InputError(f"{known} {there}; give another output_dir")
     finish_replacement(folder)
     set_damaged_aside(folder)
     checkpoint, start = last_checkpoint(folder), None
@@ -223,7 +223,7 @@ def _is_finished(folder: Path) -> bool:
             return True
     except (OSError, ValueError):
         pass
-    if path.is_dir() or last_checkpoint(folder) is None:
+    if not path.is_file() or last_checkpoint(folder) is None:
         raise InputError(
             f"{path} cannot be read, so that nobody can tell whether the run there has ended; give another output_dir"
         )
