@@ -1660,8 +1660,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a file that an adapter lacks is looked for on the hub",
-        "if not any((adapter / name).is_file() for name in either):",
-        "if False:",
+        'raise InputError(f"adapter {adapter} has no {names[0]}; copy or save the adapter again")',
+        "return adapter / names[0]",
         ADAPTER_FILES,
     ),
     Mutation(
@@ -1674,8 +1674,20 @@ MUTATIONS = [
     Mutation("weights without a place are dropped", "sorted(report.unexpected_keys)", "[]", ADAPTER_FILES),
     Mutation(
         "an adapter with NaN is merged",
-        '    check_finite(f"adapter {adapter}", trained.items())\n',
+        "    check_finite(str(file), ((name, tensor.float()) for name, tensor in tensors.items()))\n",
         "",
+        ADAPTER_FILES,
+    ),
+    Mutation(
+        "an adapter whose lora_alpha was changed is merged",
+        " and _file_digest(path) == digest",
+        "",
+        ADAPTER_FILES,
+    ),
+    Mutation(
+        "the base is loaded before the rank of its adapter is read",
+        'if name.endswith(".lora_A.weight") and rank not in ranks:',
+        "if False:",
         ADAPTER_FILES,
     ),
     Mutation(
@@ -4194,7 +4206,7 @@ MUTATIONS = [
         "    if path.exists() and not path.is_file():\n        raise OSError(errno.EINVAL",
         "    if False:\n        raise OSError(errno.EINVAL",
         "tests/input/test_bad_words.py::test_settings_are_read_from_files_alone",
-        within="read_settings",
+        within="check_regular",
     ),
     Mutation(
         "a text that is no choice is taken from Python",
