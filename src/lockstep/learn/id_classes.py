@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ WINDOW = 128
 _OF_WINDOW = (AGAIN, GIVEN, LAST, PAIR)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Classes:
     """Which classes of ids there are.
 
@@ -51,7 +52,7 @@ class Classes:
     seed: int = 0
     vocabulary: int = 0
 
-    @property
+    @cached_property
     def divisor(self) -> int:
         """The drawn number. Remainders from `DRAWN` on are joined with the first ones."""
         return int(np.random.default_rng((self.seed, 3)).integers(DRAWN + 1, 2 * DRAWN))
@@ -98,6 +99,12 @@ class ClassValues:
     members: Flags
     first: Flags
     places: Ids
+
+    def part(self, tokens: slice) -> ClassValues:
+        """The classes of some tokens."""
+        return ClassValues(
+            self.masses[tokens], self.members[tokens], self.first[tokens], self.places[tokens]
+        )
 
 
 class TokenClasses:

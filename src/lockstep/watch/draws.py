@@ -212,7 +212,7 @@ def _at_places() -> dict[str, Bet]:
         (first, "first", "the first tokens"),
         (late, "late", f"tokens from {_LATE} on"),
     ):
-        for name, bet in ((n, b) for n, b in _LIKELIHOOD.items() if n in _PLACED):
+        for name, bet in ((n, b) for n, b in LIKELIHOOD.items() if n in _PLACED):
             found[f"{chosen} {name}"] = Bet(f"{bet.suspicion} at {words}", _where(where, bet), reason)
     return found
 
@@ -232,21 +232,21 @@ def _where(chosen: Callable[[ClassValues], Values], bet: Bet) -> Callable[[Token
 
 
 # Chosen by their power on samples of SmolLM2-135M (`make draws`).
-_LIKELIHOOD = _bets()
-_CONTEXT = {name: _on_ids(bet) for name, bet in bets_on_context()} | _at_places()
-_PARTS = {name: _on_ids(bet) for name, bet in bets_on_parts()}
-BETS = {**_LIKELIHOOD, **_CONTEXT, **_PARTS}
+LIKELIHOOD = _bets()
+CONTEXT = {name: _on_ids(bet) for name, bet in bets_on_context()} | _at_places()
+PARTS = {name: _on_ids(bet) for name, bet in bets_on_parts()}
+BETS = {**LIKELIHOOD, **CONTEXT, **PARTS}
 # The share of the stake that each bet has, as a logarithm. The bets on likelihood together have one half.
 _SHARES = {
     name: math.log(share / len(bets))
-    for share, bets in ((0.5, _LIKELIHOOD), (0.25, _CONTEXT), (0.25, _PARTS))
+    for share, bets in ((0.5, LIKELIHOOD), (0.25, CONTEXT), (0.25, PARTS))
     for name in bets
 }
 
 # Largest probability that the evidence of a run without a fault ever reaches the limit.
 FALSE_ALARM = 1e-6
 # Digits after the point of the evidence that the receipt keeps.
-_DIGITS = 6
+_DIGITS = 5
 # Nats that each token pays for the rounding of the log-softmax in fp32, which may be the same in a whole run.
 SLACK = 1e-5
 

@@ -37,19 +37,22 @@ class IdBet:
     """A bet on one class: what the engine does if it wins, and the reason, in the words of an error.
 
     Attributes:
-        column: the class.
+        columns: the class, or several that have no id in common.
         factor: of its odds.
     """
 
     suspicion: str
     reason: str
-    column: int
+    columns: tuple[int, ...]
     factor: float
 
     def log_ratios(self, classes: ClassValues) -> NDArray[np.float64]:
         """(N,) log(r ÷ p) of the sampled tokens."""
-        norms = np.log1p((self.factor - 1.0) * classes.masses[:, self.column])
-        return np.where(classes.members[:, self.column], np.log(self.factor), 0.0) - norms
+        mass, is_member = classes.masses[:, self.columns[0]], classes.members[:, self.columns[0]]
+        for column in self.columns[1:]:
+            mass, is_member = mass + classes.masses[:, column], is_member | classes.members[:, column]
+        norms = np.log1p((self.factor - 1.0) * np.minimum(mass, 1.0))
+        return np.where(is_member, np.log(self.factor), 0.0) - norms
 
 
 # Of each class that follows from the ids before a token: what it is in words, what may be wrong, and the factors.
@@ -92,16 +95,31 @@ def bets_on_context() -> Iterator[tuple[str, IdBet]]:
             often = (
                 "too often" if factor > 1 else "never or hardly ever" if factor == _NEVER else "too rarely"
             )
-            yield f"{name} ×{factor}", IdBet(f"{often} {does}", reason, BY_IDS.index(name), factor)
+            yield f"{name} x{factor}", IdBet(f"{often} {does}", reason, (BY_IDS.index(name),), factor)
 
 
 def bets_on_parts() -> Iterator[tuple[str, IdBet]]:
-    """The bets on parts of the vocabulary, by name."""
-    parts = [(f"block {i}", f"block {i} of {BLOCKS}, counted from 0") for i in range(BLOCKS)]
-    parts += [(f"remainder {i}", f"ids whose remainder by {REMAINDERS} is {i}") for i in range(REMAINDERS)]
-    parts += [(f"drawn {i}", f"part {i} of {DRAWN} parts that the seed draws") for i in range(DRAWN)]
-    for place, (name, part) in enumerate(parts):
+    """The bets on parts of the vocabulary, by name: halves, quarters, eighths, and the smallest parts."""
+    first = len(BY_IDS)
+    for name, part, columns in _parts(first):
         for factor in _OF_PARTS:
             does = "prefers" if factor > 1 else "leaves out"
             suspicion = f"{does} a part of the vocabulary ({part})"
-            yield f"{name} ×{factor}", IdBet(suspicion, _MASKED, len(BY_IDS) + place, factor)
+            yield f"{name} x{factor}", IdBet(suspicion, _MASKED, columns, factor)
+
+
+def _parts(first: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Name, words and columns of each part. `first` is the column of the first block."""
+    for count in (2, 4, 8, 16):
+        times = BLOCKS // count
+        for i in range(count):
+            columns = range(first + i * times, first + (i + 1) * times)
+            yield f"block {i}/{count}", f"block {i} of {count}, counted from 0", tuple(columns)
+    first += BLOCKS
+    for count in (2, 4, 8, 16):
+        for i in range(count):
+            columns = range(first + i, first + REMAINDERS, count)
+            yield f"ids {i}/{count}", f"ids whose remainder by {count} is {i}", tuple(columns)
+    first += REMAINDERS
+    for i in range(DRAWN):
+        yield f"drawn {i}", f"part {i} of {DRAWN} parts that the seed draws", (first + i,)
