@@ -100,9 +100,7 @@ def penalty(size: float) -> Fault:
     """A repetition penalty, as transformers and vLLM define it."""
 
     def applied(logits: torch.Tensor, moment: Moment) -> torch.Tensor:
-        return torch.where(
-            moment.before(), torch.where(logits > 0, logits / size, logits * size), logits
-        )
+        return torch.where(moment.before(), torch.where(logits > 0, logits / size, logits * size), logits)
 
     return applied
 

@@ -102,9 +102,7 @@ class ClassValues:
 
     def part(self, tokens: slice) -> ClassValues:
         """The classes of some tokens."""
-        return ClassValues(
-            self.masses[tokens], self.members[tokens], self.first[tokens], self.places[tokens]
-        )
+        return ClassValues(self.masses[tokens], self.members[tokens], self.first[tokens], self.places[tokens])
 
 
 class TokenClasses:

@@ -98,7 +98,10 @@ class Bet:
         "it samples with another temperature or filter than it reports, or something keeps the better of several "
         "samples"
     )
-    remedy: str = "compare the engine's sampling settings with the run's, and look for a program that chooses between samples"
+    remedy: str = (
+        "compare the engine's sampling settings with the run's, and look for a program that chooses between "
+        "samples"
+    )
 
 
 def _tilted(size: float) -> Callable[[TokenDraws], Values]:

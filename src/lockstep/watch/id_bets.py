@@ -85,7 +85,10 @@ _OF_CONTEXT = {
 }
 # A bet that a part is left out, and one that it is preferred.
 _OF_PARTS = (0.25, 1.8)
-_MASKED = "a mask of ids acts after the log-probs were computed: of a grammar, of allowed ids, of a shard of the vocabulary"
+_MASKED = (
+    "a mask of ids acts after the log-probs were computed: of a grammar, of allowed ids, or of a shard of the "
+    "vocabulary"
+)
 
 
 def bets_on_context() -> Iterator[tuple[str, IdBet]]:
