@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 
 from lockstep.errors import ProofError
 from lockstep.learn.id_classes import ClassValues
+from lockstep.tokens.arrays import Flags
 from lockstep.watch.id_bets import IdBet, bets_on_context, bets_on_parts
 
 Values = NDArray[np.float64]
@@ -203,10 +204,10 @@ _LATE = 64
 def _at_places() -> dict[str, Bet]:
     """Bets on the first tokens of completions and of what follows an insertion, and on late tokens."""
 
-    def first(classes: ClassValues) -> Values:
+    def first(classes: ClassValues) -> Flags:
         return classes.first
 
-    def late(classes: ClassValues) -> Values:
+    def late(classes: ClassValues) -> Flags:
         return classes.places >= _LATE
 
     found: dict[str, Bet] = {}
@@ -223,7 +224,7 @@ def _at_places() -> dict[str, Bet]:
 _PLACED = ("tilt +0.2", "tilt -0.2", "rank 0.7", "rank 2.0", "rank 8.0")
 
 
-def _where(chosen: Callable[[ClassValues], Values], bet: Bet) -> Callable[[TokenDraws], Values]:
+def _where(chosen: Callable[[ClassValues], Flags], bet: Bet) -> Callable[[TokenDraws], Values]:
     """The bet at some tokens, with r = p at all others."""
 
     def log_ratios(draws: TokenDraws) -> Values:

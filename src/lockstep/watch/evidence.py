@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -340,4 +340,6 @@ def draws_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> Draw
     fresh = None if sequences[0].fresh is None else flat(drawn, "fresh")
     lengths = [s.length for s in drawn]
     classes = None if sums.classes is None else sums.classes.values()
-    return measure_draws(TokenDraws(*values, classes), column(drawn, "behaviour_logps"), lengths, fresh)
+    return measure_draws(
+        TokenDraws(*values, classes=classes), column(drawn, "behaviour_logps"), lengths, fresh
+    )
