@@ -54,8 +54,8 @@ class Classes:
 
     @cached_property
     def divisor(self) -> int:
-        """The drawn number. Remainders from `DRAWN` on are joined with the first ones."""
-        return int(np.random.default_rng((self.seed, 3)).integers(DRAWN + 1, 2 * DRAWN))
+        """The drawn number, an odd one. Remainders from `DRAWN` on are joined with the first ones."""
+        return DRAWN + 1 + 2 * int(np.random.default_rng((self.seed, 3)).integers(DRAWN // 2))
 
     def numbers(self, ids: Ids, vocabulary: int) -> NDArray[np.int64]:
         """(3, N) number of each id's block, remainder and drawn part, counted over all parts."""

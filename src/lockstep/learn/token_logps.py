@@ -97,7 +97,9 @@ class DrawSums:
         own = probabilities[rows, targets]
         is_cpu = probabilities.device.type == "cpu"
         if is_cpu and probabilities.shape[-1] >= LONG_ROW:
-            self._one_by_one(places, numbers, rows, own, probabilities, scaled, means)
+            self._one_by_one(places, rows, own, probabilities, scaled, means)
+            for part in torch.arange(len(rows)).split(_TOKENS_AT_ONCE) if self.classes is not None else ():
+                self.classes.fill(numbers[part], probabilities[rows[part]])
             return
         step = _TOKENS_AT_ONCE if is_cpu else _TOKENS_AT_ONCE_ON_GPU
         for first in range(0, len(rows), step):
@@ -116,7 +118,6 @@ class DrawSums:
     def _one_by_one(
         self,
         places: torch.Tensor,
-        numbers: torch.Tensor,
         rows: torch.Tensor,
         own: torch.Tensor,
         probabilities: torch.Tensor,
@@ -127,8 +128,6 @@ class DrawSums:
         found = []
         for token, row in enumerate(rows.tolist()):
             p = probabilities[row]
-            if self.classes is not None:
-                self.classes.fill(numbers[token : token + 1], p[None])
             found.append(torch.dot(torch.lt(p, own[token], out=mask), p))
             found.append(torch.dot(torch.le(p, own[token], out=mask), p))
             torch.sub(scaled[row], means[row], out=z)

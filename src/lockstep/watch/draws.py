@@ -1,9 +1,9 @@
 """The draws proof: every token was drawn from the distribution whose log-prob the engine reported.
 
-An engine that samples at another temperature, cuts the tail or keeps the better of two tokens, and reports the right
-log-probs, has no gap. The proof bets against such engines on every sampled token of drawn rollouts. The product of
-the pays is the evidence of a bet. Without a fault it has mean 1 at any time, so it exceeds 1e6 in at most one of a
-million runs of any length (Ville's inequality). Why the mean is 1:
+An engine that samples at another temperature, cuts the tail, keeps the better of two tokens or never ends, and reports
+the right log-probs, has no gap. The proof bets against such engines on every sampled token of drawn rollouts. The
+product of the pays is the evidence of a bet. Without a fault it has mean 1 at any time, so it exceeds 1e6 in at most
+one of a million runs of any length (Ville's inequality). Why the mean is 1:
 
 - The pay of a token has mean 1, whatever came before it: its bet is fixed before the token is sampled.
 - The seed and the number of the generation alone decide which rollouts are drawn (`learn/generation.py`). Neither a
@@ -17,7 +17,8 @@ The evidence is of the whole run: the receipt keeps it, and a resumed run goes o
 
 Proof `draws`.
 Shows: every token was drawn from the distribution whose log-prob the engine reported: no other temperature, no cut
-tail, no better one of two (docs/internals/proof.md#draws).
+tail, no better one of two; no end token, earlier id or part of the vocabulary comes too rarely or too often
+(docs/internals/proof.md#draws).
 Does not show: a fault that is smaller than the tokens of the run can show; a choice between samples that looks at
 nothing but a reward; what a `rollout_func` returned.
 When: every step that has drawn rollouts (docs/internals/proof.md#groups-without-a-gradient), before the optimizer:

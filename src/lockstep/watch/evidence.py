@@ -339,7 +339,5 @@ def draws_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> Draw
         values = values[:, np.repeat([s.picked for s in sequences], [s.length for s in sequences])]
     fresh = None if sequences[0].fresh is None else flat(drawn, "fresh")
     lengths = [s.length for s in drawn]
-    classes = None if sums.classes is None else sums.classes.values()
-    return measure_draws(
-        TokenDraws(*values, classes=classes), column(drawn, "behaviour_logps"), lengths, fresh
-    )
+    found = replace(TokenDraws(*values), classes=None if sums.classes is None else sums.classes.values())
+    return measure_draws(found, column(drawn, "behaviour_logps"), lengths, fresh)
