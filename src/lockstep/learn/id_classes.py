@@ -100,7 +100,7 @@ class ClassValues:
     first: Flags
     places: Ids
 
-    def part(self, tokens: slice) -> ClassValues:
+    def part(self, tokens: slice | Ids) -> ClassValues:
         """The classes of some tokens."""
         return ClassValues(self.masses[tokens], self.members[tokens], self.first[tokens], self.places[tokens])
 

@@ -98,8 +98,9 @@ class DrawSums:
         is_cpu = probabilities.device.type == "cpu"
         if is_cpu and probabilities.shape[-1] >= LONG_ROW:
             self._one_by_one(places, rows, own, probabilities, scaled, means)
-            for part in torch.arange(len(rows)).split(_TOKENS_AT_ONCE) if self.classes is not None else ():
-                self.classes.fill(numbers[part], probabilities[rows[part]])
+            if self.classes is not None:
+                for few in torch.arange(len(rows)).split(_TOKENS_AT_ONCE):
+                    self.classes.fill(numbers[few], probabilities[rows[few]])
             return
         step = _TOKENS_AT_ONCE if is_cpu else _TOKENS_AT_ONCE_ON_GPU
         for first in range(0, len(rows), step):

@@ -242,7 +242,7 @@ CONTEXT = {name: _on_ids(bet) for name, bet in bets_on_context()} | _at_places()
 PARTS = {name: _on_ids(bet) for name, bet in bets_on_parts()}
 BETS = {**LIKELIHOOD, **CONTEXT, **PARTS}
 # The share of the stake that each bet has, as a logarithm. The bets on likelihood together have one half.
-_SHARES = {
+SHARES = {
     name: math.log(share / len(bets))
     for share, bets in ((0.5, LIKELIHOOD), (0.25, CONTEXT), (0.25, PARTS))
     for name in bets
@@ -360,7 +360,7 @@ class DrawEvidence:
     def log_evidence(self) -> float:
         """Logarithm of the evidence against the claim. The stakes of later generations count as held."""
         kept = -math.log(self.generations + 1)
-        values = [_SHARES[name] + float(np.logaddexp(held, kept)) for name, held in self.held.items()]
+        values = [SHARES[name] + float(np.logaddexp(held, kept)) for name, held in self.held.items()]
         return float(np.logaddexp.reduce(values)) if values else 0.0
 
     @property

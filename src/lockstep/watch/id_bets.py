@@ -48,9 +48,9 @@ class IdBet:
 
     def log_ratios(self, classes: ClassValues) -> NDArray[np.float64]:
         """(N,) log(r ÷ p) of the sampled tokens."""
-        mass, is_member = classes.masses[:, self.columns[0]], classes.members[:, self.columns[0]]
+        mass, is_member = classes.masses[..., self.columns[0]], classes.members[..., self.columns[0]]
         for column in self.columns[1:]:
-            mass, is_member = mass + classes.masses[:, column], is_member | classes.members[:, column]
+            mass, is_member = mass + classes.masses[..., column], is_member | classes.members[..., column]
         norms = np.log1p((self.factor - 1.0) * np.minimum(mass, 1.0))
         return np.where(is_member, np.log(self.factor), 0.0) - norms
 
