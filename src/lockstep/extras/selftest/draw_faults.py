@@ -239,12 +239,11 @@ OF_EARLIER_IDS: Sequence[tuple[str, str, ChangeOfRow]] = (
     ("first", "the engine takes the likeliest id as the first token", _first_is_greedy),
 )
 
-_REPORTED = ", and reports the right log-probs"
 DRAW_FAULTS = (
     *(
         Fault(
             f"S1-{name}",
-            what + _REPORTED,
+            f"{what}, and reports the right log-probs",
             inject,
             check="draws",
             needs=seams.needs_single(
@@ -268,11 +267,11 @@ DRAW_FAULTS = (
     Fault(
         "S2-version", "seeds do not depend on the weight version", _blind_to(lambda version, key: (0, key))
     ),
-    *(Fault(f"S5-{name}", what + _REPORTED, inject, check="draws") for name, what, inject in OF_IDS),
+    *(Fault(f"S5-{name}", what, inject, check="draws") for name, what, inject in OF_IDS),
     *(
         Fault(
             f"S5-{name}",
-            what + _REPORTED,
+            what,
             _knowing_the_ids(change),
             check="draws",
             needs=_needs_the_ids,
