@@ -64,6 +64,8 @@ SAMPLES = "tests/watch/test_canary_and_samples.py::test_equal_samples_against_al
 PAIRS_IN_A_GROUP = "tests/watch/test_canary_and_samples.py::test_pairs_of_equal_completions_are_refused"
 BETS = "tests/watch/test_draws.py::test_a_bet_pays_one_on_average"
 DRAWS = "tests/watch/test_draws.py"
+ID_BETS = "tests/watch/test_id_bets.py"
+ID_CLASSES = "tests/learn/test_id_classes.py"
 BACKWARD = "tests/watch/test_model_gradient.py"
 PARTS = "tests/watch/test_step_gradient.py"
 CUTS = "tests/learn/test_accounting.py::test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved"  # noqa: E501
@@ -1261,6 +1263,45 @@ MUTATIONS = [
         DRAWS,
     ),
     Mutation("a resumed run that forgets its generations", 'int(data["generations"])', "0", DRAWS),
+    Mutation("a bet on ids whose mean is not 1", "0.0) - norms", "0.0)", ID_BETS),
+    Mutation(
+        "a bet on a half of the ids that sees a part of it",
+        "for column in self.columns[1:]:",
+        "for column in ():",
+        ID_BETS,
+    ),
+    Mutation(
+        "a bet on first tokens that is placed on all",
+        "return classes.first",
+        "return classes.first | True",
+        ID_BETS,
+    ),
+    Mutation(
+        "bets that an older receipt does not have hold nothing",
+        'data["held"].get(name, fair)',
+        'data["held"].get(name, -math.inf)',
+        ID_BETS,
+    ),
+    Mutation(
+        "an id that was there twice counts twice",
+        "(again[places] >= limit)",
+        "(again[places] >= 0)",
+        ID_CLASSES,
+    ),
+    Mutation("the last part of a vocabulary has no mass", "if whole < BLOCKS:", "if False:", ID_CLASSES),
+    Mutation("ids beyond the logits have a mass", " * (window < p.shape[1])", "", ID_CLASSES),
+    Mutation(
+        "the classes of a run are not bet on",
+        "classes=None if sums.classes is None else sums.classes.values()",
+        "classes=None",
+        "tests/watch/test_draws_in_training.py::test_a_resumed_run_stops_too",
+    ),
+    Mutation(
+        "sets of kept ids have no classes",
+        "self._classes_of_sets(self.classes, kept, probabilities)",
+        "pass",
+        ID_CLASSES,
+    ),
     Mutation(
         "a stake for a generation of which nothing is drawn",
         "if not stats.tokens:\n            return",

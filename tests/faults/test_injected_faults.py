@@ -19,6 +19,7 @@ from rich.console import Console
 from stages import in_small_parts, stage_on
 
 from lockstep.contract.tensors import LoadedWeights
+from lockstep.extras.selftest.draw_faults import OF_EARLIER_IDS, OF_IDS
 from lockstep.extras.selftest.loss_faults import BACKWARD_FAULTS, LEARNED_FAULTS, LOSS_FAULTS
 from lockstep.extras.selftest.optimizer_faults import OPTIMIZER_FAULTS
 from lockstep.extras.selftest.rollout_faults import even_chance
@@ -102,6 +103,7 @@ CAUGHT_BY = {
     "S2-pairs": {"samples"},
     "S2-prompt": {"samples"},
     "S2-version": {"samples"},
+    **{f"S5-{name}": {"draws", "verify: draws"} for name, *_ in (*OF_IDS, *OF_EARLIER_IDS)},
     "S3": {"ends"},
     "S3b": {"ends"},
     "S3c": {"ends"},
@@ -179,6 +181,8 @@ OF_NUMBERS |= {"learning_rate", "verify: exact accounting", "verify: draws"}
 IN_BF16 = tuple(fault for fault in FAULTS if CAUGHT_BY[fault.id] & OF_NUMBERS)
 # What rounding in bf16 hides. Beside that, nothing scores the tokens before the only step of a generation.
 HIDDEN = {"W5", "W10", "W11", "small-1", "P5", "S1-heat", "S1-cold", "M3", "M4", "M5"}
+# What needs the ids before a token, which the sampler of vLLM is not told.
+HIDDEN |= {f"S5-{name}" for name, *_ in OF_EARLIER_IDS}
 # One fault per proof: the limits of bf16 are those of a proof, not of a fault.
 OF_EACH_PROOF = tuple(
     {"/".join(sorted(CAUGHT_BY[f.id])): f for f in reversed(IN_BF16) if f.id not in HIDDEN}.values()

@@ -22,6 +22,7 @@ from lockstep.learn.attention.flex import FLEX, block_mask
 from lockstep.learn.attention.tree import TREE, no_mask, passes_trees_on
 from lockstep.learn.experts import Routing, routing_of
 from lockstep.learn.filters import IdRules, RowRules, moves_of_kept
+from lockstep.learn.id_classes import Classes, TokenClasses
 from lockstep.learn.pack import Pack, pack_rows, pack_sequences
 from lockstep.learn.recomputation import layers_computed_twice, products_kept
 from lockstep.learn.sequence import TrainingSequence, flat
@@ -105,7 +106,7 @@ def score_pack(
     fp32_head: bool = False,
     critic: torch.nn.Module | None = None,
     rules: IdRules | None = None,
-    draws: bool = False,
+    draws: Classes | None = None,
     routing: bool = False,
 ) -> TokenScores:
     """Log-prob and entropy of every scored token of a pack, under the distribution that it was sampled from.
@@ -119,7 +120,8 @@ def score_pack(
         critic: maps hidden states (rows, width) to values (rows, 1).
         rules: the run's sampling settings; None: only the temperature is set. If they have a filter that depends on the
             logits, the sequences must have kept ids.
-        draws: whether to compute what the draws proof needs, for the tokens of the picked sequences.
+        draws: the classes of ids that the draws proof asks for. With them, what that proof needs is computed for the
+            tokens of the picked sequences.
         routing: whether to sum up how the routers distribute the positions.
 
     Raises:
@@ -181,7 +183,7 @@ class _Head:
     temperature: float
     chunk_size: int
     entropy_gradient: bool
-    draws: bool
+    draws: Classes | None
 
     @property
     def product(self) -> Head:
@@ -227,10 +229,11 @@ class _Head:
         return TokenScores(logps, entropies, support=kept.sizes, draws=draws)
 
     def _sums(self, pack: Pack) -> DrawSums | None:
-        if not self.draws:
+        if self.draws is None:
             return None
         wanted = np.repeat([s.picked for s in pack.sequences], [s.length for s in pack.sequences])
-        return DrawSums(torch.from_numpy(wanted), pack.targets.device)
+        device, picked = pack.targets.device, [s for s in pack.sequences if s.picked]
+        return DrawSums(torch.from_numpy(wanted), device, TokenClasses(self.draws, picked, device))
 
 
 def _rows(pack: Pack, rules: IdRules | None) -> tuple[torch.Tensor, torch.Tensor, RowRules | None]:
