@@ -19,7 +19,8 @@ from rich.console import Console
 from stages import in_small_parts, stage_on
 
 from lockstep.contract.tensors import LoadedWeights
-from lockstep.extras.selftest.loss_faults import BACKWARD_FAULTS, LEARNED_FAULTS, LOSS_FAULTS
+from lockstep.extras.selftest.backward_faults import BACKWARD_FAULTS
+from lockstep.extras.selftest.loss_faults import LEARNED_FAULTS, LOSS_FAULTS
 from lockstep.extras.selftest.optimizer_faults import OPTIMIZER_FAULTS
 from lockstep.extras.selftest.rollout_faults import even_chance
 from lockstep.extras.selftest.sampling_faults import samples_with
@@ -130,6 +131,7 @@ CAUGHT_BY = {
     "B5": {"hooks"},
     "B6": {"model_gradient"},
     "B7": {"model_gradient"},
+    **{f"B{i}": {"model_gradient"} for i in range(8, 13)},
     "U7": {"update"},
     "U8": {"update"},
     "U9": {"accumulation"},
