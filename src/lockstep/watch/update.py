@@ -31,7 +31,13 @@ import torch
 from lockstep.devices import on_host
 from lockstep.errors import ProofError
 from lockstep.shards.model import first_element, is_sharded, local_part
-from lockstep.watch.elements import AccumulationProof, DrawnElements, check_still, read_all
+from lockstep.watch.elements import (
+    AccumulationProof,
+    DrawnElements,
+    LargestElements,
+    check_still,
+    read_all,
+)
 from lockstep.watch.optimizer_rules import Expected, OptimizerRule, Rates, State
 from lockstep.watch.optimizer_settings import OptimizerSettings
 
@@ -91,6 +97,7 @@ class UpdateProof:
         self._norm: float | None = None
         self._has_moved = False
         self._first = step
+        self._largest = LargestElements(self._trained, (seed, 3))
         self._draw(step)
 
     def _draw(self, step: int) -> None:
@@ -130,7 +137,9 @@ class UpdateProof:
         assert self._accumulation is not None
         self._accumulation.check(share(self._accumulation.added))
         gradients = [p.grad for p in self._trained]
-        self._unclipped = self._drawn.read(gradients)
+        pieces, largest = self._largest.of(gradients, self._step)
+        self._unclipped, *largest = on_host([self._drawn.values(gradients), *largest])
+        self._unclipped = self._unclipped.double()
         seen = self._of_tensors(self._unclipped != 0)
         # Ranks with parts of a tensor see other elements of it. They must add up the same tensors.
         is_due = self._step == self._first or (self._step + self._seed) % _NORM_EVERY == 0
@@ -140,12 +149,15 @@ class UpdateProof:
         self._norm = math.sqrt(sum(squares)) if whole else None
         silent = [not seen[i] and not square for i, square in enumerate(squares)]
         self._check_gradients(silent, learning=learning)
-        # Where a tensor has a gradient in few elements only, one of these is read beside the drawn ones.
+        # The largest elements are read beside the drawn ones, and where a tensor has a gradient in few, one of these.
         few = {i: g for i, g in enumerate(gradients) if g is not None and squares[i] > 0 and not seen[i]}
         found = map(int, on_host([some_nonzero(local_part(gradient)) for gradient in few.values()]))
-        places = {i: first_element(g) + place for (i, g), place in zip(few.items(), found, strict=True)}
+        places = [(i, first_element(g) + place) for (i, g), place in zip(few.items(), found, strict=True)]
+        within = torch.cat(largest).tolist() if largest else []
+        places += [(i, first + place) for (i, first), place in zip(pieces, within, strict=True)]
         self._sparse = DrawnElements.around(places, self._trained)
         self._sparse_kept = self._rule.read(self._sparse)
+        self._sparse_unclipped = self._sparse.read(gradients)
 
     def clipped(self, norm: float) -> None:
         """After gradients were clipped: the norm that the clip computed is that of the gradients before."""
@@ -168,8 +180,6 @@ class UpdateProof:
         gradients = [p.grad for p in self._trained]
         values = [drawn.values(gradients) for drawn in (self._drawn, self._sparse)]
         self._seen, self._sparse_seen = read_all(values)
-        by_tensor = [torch.finfo(p.dtype).eps for p in self._trained]
-        eps = torch.tensor(by_tensor, dtype=torch.float64)[self._drawn.owners]
         scale = 1.0
         if self._max_norm > 0:
             if self._norm is None:
@@ -181,15 +191,23 @@ class UpdateProof:
                     "remove an override of the trainer that leaves out the clip, or set max_grad_norm=0",
                 )
             scale = min(1.0, self._max_norm / (self._norm + 1e-6))
-        due = self._unclipped * scale
+        self._check_clipped(self._drawn, self._unclipped, self._seen, scale)
+        self._check_clipped(self._sparse, self._sparse_unclipped, self._sparse_seen, scale)
+
+    def _check_clipped(
+        self, drawn: DrawnElements, before: torch.Tensor, seen: torch.Tensor, scale: float
+    ) -> None:
+        by_tensor = [torch.finfo(p.dtype).eps for p in self._trained]
+        eps = torch.tensor(by_tensor, dtype=torch.float64)[drawn.owners]
+        due = before * scale
         # The clip's own norm may differ from this proof's by rounding.
-        wrong = ~((self._seen - due).abs() <= (2e-3 + 4 * eps) * due.abs() + 1e-30)
+        wrong = ~((seen - due).abs() <= (2e-3 + 4 * eps) * due.abs() + 1e-30)
         if bool(wrong.any()):
             at = int(wrong.nonzero()[0])
             raise ProofError(
                 "clipping",
-                f"the gradient of {self._name(self._drawn, at)} is {float(self._seen[at]):.6g} at the optimizer; "
-                f"{float(self._unclipped[at]):.6g} × {scale:.4g} = {float(due[at]):.6g} is right for a norm of "
+                f"the gradient of {self._name(drawn, at)} is {float(seen[at]):.6g} at the optimizer; "
+                f"{float(before[at]):.6g} × {scale:.4g} = {float(due[at]):.6g} is right for a norm of "
                 f"{self._norm or 0.0:.4g} and max_grad_norm={self._max_norm:g}",
                 "the gradients were not clipped, were clipped to another norm, or were changed afterwards",
                 "remove a callback or an override that changes gradients or clips them",
