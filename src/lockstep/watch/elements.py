@@ -120,10 +120,14 @@ def _elements(tensor: torch.Tensor | None, places: torch.Tensor) -> torch.Tensor
 
 # Elements of a piece and pieces of a step, at least; and steps within which all pieces have their turn.
 _PIECE, _PIECES, _TURN = 1 << 14, 256, 32
+# A piece is searched by the norms of blocks of so many elements: these need no memory.
+_BLOCK = 256
 
 
 class LargestElements:
-    """The largest element in each piece of the gradients. The pieces of all tensors take turns, in a drawn order.
+    """A largest element of each piece of the gradients: that of the block with the largest norm in the piece.
+
+    The pieces of all tensors take turns, in a drawn order.
 
     Where a fault is in few elements, or few rows of an embedding have a gradient, drawn windows seldom meet them. Each
     rank looks at its own parts of sharded tensors.
@@ -131,7 +135,7 @@ class LargestElements:
 
     def __init__(self, tensors: Sequence[torch.Tensor], seed: tuple[int, ...]) -> None:
         sizes = [local_part(t).numel() for t in tensors]
-        self._size = max(_PIECE, -(-sum(sizes) // (_PIECES * _TURN)))
+        self._size = max(_PIECE, -(-sum(sizes) // (_PIECES * _TURN * _BLOCK)) * _BLOCK)
         order = np.random.default_rng(seed).permutation(len(sizes)).tolist()
         # The tensor of each piece, and its first element in this rank's part.
         self._pieces = [(i, start) for i in order for start in range(0, sizes[i], self._size)]
@@ -154,11 +158,18 @@ class LargestElements:
                 part = local_part(gradient).reshape(-1)[starts[0] : starts[-1] + self._size]
                 whole = len(part) // self._size * self._size
                 if whole:
-                    found.append(part[:whole].view(-1, self._size).abs().argmax(1))
+                    found.append(_largest(part[:whole].view(-1, self._size // _BLOCK, _BLOCK)))
                 if whole < len(part):
                     found.append(part[whole:].abs().argmax()[None])
                 pieces += [(index, first_element(gradient) + first) for first in starts]
         return pieces, found
+
+
+def _largest(pieces: torch.Tensor) -> torch.Tensor:
+    """(P,) int64 place of an element in each of (P, blocks, block) pieces."""
+    blocks = torch.linalg.vector_norm(pieces, dim=2).argmax(1, keepdim=True)
+    chosen = pieces.take_along_dim(blocks[:, :, None], 1)[:, 0]
+    return blocks[:, 0] * pieces.shape[2] + chosen.abs().argmax(1)
 
 
 # (N,) values of drawn elements, by what they are.

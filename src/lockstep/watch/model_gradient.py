@@ -10,13 +10,14 @@ with itself, computed again.
 
 Proof `model_gradient`.
 Shows: the trainer's backward, from log-probs, entropies and values to every trained tensor, gives the slopes of a
-plain float64 forward; what a drawn part of the step adds to `.grad`, through all hooks and before the clip, gives the
-slope of a plain float32 forward, and in doubt of a float64 forward (docs/internals/proof.md#the-models-own-backward).
-Does not show: other sequences than the drawn ones; in half precision, what costs less than 0.4 of the gradient and
-happens under autocast only, and one wrong layer of a large model that no hook shows, before the next 50th step;
+plain forward in float32, in doubt in float64: over a whole completion with its prompt, in a pack of the step, on every
+rank; from a critic's values alone too; and for what a drawn part of the step adds to `.grad`, through all hooks and
+before the clip (docs/internals/proof.md#the-models-own-backward).
+Does not show: other sequences than the drawn ones; a fault of less than 0.05 of the gradient, such as one tensor of
+400; in half precision, less than 0.4 that happens under autocast only, or beyond half a pack's positions; pictures,
 sharded models, 4-bit weights and DoRA, where the receipt counts the checks that were not made.
-When: a drawn sum at the first step of a run or a resume, and at every 50th step; a part of the step itself at every
-tenth step, so at the latest after 10 steps.
+When: a whole completion at the first step of a run or a resume, and at every 50th step, so at the latest after 50
+steps; a critic also as soon as it is not 0; a part of the step at every tenth step.
 """
 
 from __future__ import annotations
@@ -236,7 +237,9 @@ class ModelGradient:
         error = self._error(policy, sequences, named, seed, used)
         if error is None:
             return Checked({}, self._unproven)
-        return Checked({"checked/model_gradient_error": error})
+        alone = all(s.pictures is not None for s in sequences)
+        why = "completions with pictures are compared in parts, without the pictures" if alone else ""
+        return Checked({"checked/model_gradient_error": error}, self._say(why) if why else "")
 
     def _values_checked(
         self,

@@ -4,7 +4,7 @@ Every rank calls, around each optimizer step: `begin_step`, `gradients`, `clippe
 step are drawn at the end of the step before it, so that a change between two steps is seen as well.
 
 Proof `clipping`.
-Shows: drawn gradients at the optimizer are the ones before the clip times the right factor; the norm over all trained
+Shows: drawn gradients, and large ones, are the ones before the clip times the right factor; the norm over all trained
 tensors, summed a second time, is the norm of the clip.
 Does not show: other elements; for up to three steps, a wrong norm by which all gradients were clipped.
 When: every step; the norm at the first step and at one step in four (with sharded parameters at every step).
@@ -13,10 +13,12 @@ Proof `update`.
 Shows: up to 32 drawn elements of *every* trained tensor, and their moments, are what AdamW in float64 makes of the
 values and moments after the last step, the clipped gradient, the rate and the decay; every trained tensor is in the
 optimizer, and has a gradient within 10 steps.
-Does not show: elements that are not drawn. With an optimizer other than torch's AdamW: only that tensors with a
+Does not show: other elements, such as 200 of a matrix whose gradients are not the largest.
+With an optimizer other than torch's AdamW: only that tensors with a
 gradient move within 10 steps. In bf16 weights, a change below rounding: the run then names the tensors that stand
 still.
-When: every step; drawn again each time.
+When: every step; drawn again each time. The largest gradient of each 1/8,192 of the model (at least 16,384 elements)
+has its turn within 32 steps.
 """
 
 from __future__ import annotations
