@@ -30,6 +30,7 @@ from lockstep.errors import ProofError
 from lockstep.learn.attention.tree import adopt_tree_attention
 from lockstep.learn.sequence import TrainingSequence
 from lockstep.learn.update import Policy
+from lockstep.tokens.arrays import reals
 from lockstep.watch import drawn_sums, model_gradient
 from lockstep.watch.model_gradient import ModelGradient
 from lockstep.watch.receipt import RECEIPT, read_receipt
@@ -92,7 +93,7 @@ def long_run(folder: Path, model: str, engine: Engine | None = None, **more: Any
     method = fields.pop("method", "GRPO")
     arguments = {name: fields.pop(name) for name in ("peft_config",) if name in fields}
     fields = {**methods.FIELDS[method], "learning_rate": 1e-3, **fields}
-    return methods.make(method, model, folder, engine, fields, train_dataset=data, **arguments)  # type: ignore[arg-type]
+    return methods.make(method, model, folder, engine, fields, train_dataset=data, **arguments)
 
 
 def stopped(run: Any, fault: Fault, first: int, resume: bool = False) -> tuple[str, int]:
@@ -234,7 +235,7 @@ def test_what_has_no_room_without_autocast_is_compared_with_it(
 def sequence(name: str, prompt: int, completion: int, seed: int = 0) -> TrainingSequence:
     draws = np.random.default_rng(seed)
     ids = draws.integers(1, 384, prompt + completion)
-    return TrainingSequence(name, ids[:prompt], ids[prompt:], np.zeros(completion))
+    return TrainingSequence(name, ids[:prompt], ids[prompt:], reals([0.0] * completion))
 
 
 def test_the_longest_of_four_is_chosen_whole_with_neighbours_that_add_no_more_than_it_has() -> None:

@@ -73,7 +73,7 @@ def wide_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run_of(folder: Path, model: str, **more: Any) -> Any:
     fields = {**methods.GROUPS, "use_vllm": False, "max_steps": 6, "learning_rate": 1e-3, **more}
-    return methods.make("GRPO", model, folder, None, fields)  # type: ignore[arg-type]
+    return methods.make("GRPO", model, folder, None, fields)
 
 
 EMBEDDING, MATRIX, HEAD = "model.embed_tokens.weight", "model.layers.1.mlp.gate_proj.weight", "lm_head.weight"
