@@ -347,8 +347,10 @@ class RunWatch:
 
     def stepped(self) -> None:
         with self._clock.phase("verify"):
-            if self.update is not None:
-                self._note(self.update.after(self._step, lambda part: self._ranks.share("after", part)))
+            if (update := self.update) is not None:
+                self._note(update.after(self._step, lambda part: self._ranks.share("after", part)))
+                if why := update.say_unproven():
+                    self._engine.note_unproven(self._step + 1, "update", why)
             if self.frozen is not None:
                 self._on_shards("frozen", self.frozen.check_elements)
 
