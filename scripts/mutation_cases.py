@@ -2026,9 +2026,33 @@ MUTATIONS = [
     ),
     Mutation(
         "events: the reference's outputs are compared",
-        "lambda: outputs.check(scorer, self.frozen, precision)",
+        "lambda: outputs.check(scorer, policy, self.frozen, precision)",
         "lambda: None",
         f"{EVENTS}::test_every_proof_of_the_watch_is_made_at_its_event",
+    ),
+    Mutation(
+        "reference_outputs: the first generation of a start is believed",
+        "            if second is not None:",
+        "            if False:",
+        f"{REFERENCE_FAULTS}::test_a_reference_with_trained_weights_stops_the_run",
+    ),
+    Mutation(
+        "reference_outputs: a second way that PEFT's switch decides",
+        "                module.forward = inner.__call__",
+        "                pass",
+        f"{REFERENCE_FAULTS}::test_the_base_alone_gives_the_bits_of_an_adapter_that_is_switched_off",
+    ),
+    Mutation(
+        "reference_outputs: a reference that follows when it is not due",
+        "share = 0.0 if self._step % config.ref_model_sync_steps else config.ref_model_mixup_alpha",
+        "share = config.ref_model_mixup_alpha",
+        f"{REFERENCE_FAULTS}::test_a_reference_that_follows_by_another_rule_stops_the_run",
+    ),
+    Mutation(
+        "reference_outputs: a share of the policy that is not compared",
+        "    slack = 2 * eps * torch.maximum(before.abs(), towards.abs()) * bool(share)",
+        "    slack = torch.maximum(before.abs(), towards.abs())",
+        f"{REFERENCE_FAULTS}::test_a_reference_that_follows_by_another_rule_stops_the_run",
     ),
     Mutation(
         "elements of frozen weights that may move",
