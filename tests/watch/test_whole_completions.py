@@ -198,7 +198,7 @@ CLEAN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", portion([(name,) for name in CLEAN], lambda case: case[0] == "PPO"))
+@pytest.mark.parametrize("name", portion(CLEAN, lambda name: name == "PPO"))
 def test_clean_long_runs_pass(
     untied_dir: str, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
