@@ -14,8 +14,9 @@ plain forward in float32, in doubt in float64: over a whole completion with its 
 rank; from a critic's values alone too; and for what a drawn part of the step adds to `.grad`, through all hooks and
 before the clip (docs/internals/proof.md#the-models-own-backward).
 Does not show: other sequences than the drawn ones; a fault of less than 0.05 of the gradient, such as one tensor of
-400; in half precision, less than 0.4 that happens under autocast only, or beyond half a pack's positions; pictures,
-sharded models, 4-bit weights and DoRA, where the receipt counts the checks that were not made.
+400; in half precision, less than 0.4 that happens under autocast only, or beyond half a pack's positions; pictures, and
+more than parts of completions with them; sharded models, 4-bit weights and DoRA, where the receipt counts the checks
+that were not made.
 When: a whole completion at the first step of a run or a resume, and at every 50th step, so at the latest after 50
 steps; a critic also as soon as it is not 0; a part of the step at every tenth step.
 """
@@ -237,9 +238,7 @@ class ModelGradient:
         error = self._error(policy, sequences, named, seed, used)
         if error is None:
             return Checked({}, self._unproven)
-        alone = all(s.pictures is not None for s in sequences)
-        why = "completions with pictures are compared in parts, without the pictures" if alone else ""
-        return Checked({"checked/model_gradient_error": error}, self._say(why) if why else "")
+        return Checked({"checked/model_gradient_error": error})
 
     def _values_checked(
         self,
