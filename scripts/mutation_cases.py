@@ -68,6 +68,8 @@ ID_BETS = "tests/watch/test_id_bets.py"
 ID_CLASSES = "tests/learn/test_id_classes.py"
 BACKWARD = "tests/watch/test_model_gradient.py"
 PARTS = "tests/watch/test_step_gradient.py"
+WHOLE = "tests/watch/test_whole_completions.py"
+FEW = "tests/watch/step/test_few_elements.py"
 CUTS = "tests/learn/test_accounting.py::test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved"  # noqa: E501
 ASKED_AGAIN = "tests/run/test_asked_again.py"
 DRAW_SUMS = "tests/learn/test_draw_sums.py"
@@ -1431,6 +1433,66 @@ MUTATIONS = [
         "if not apart < before:",
         "if False:",
         f"{BACKWARD}::test_a_slope_whose_rounding_grows_with_smaller_steps_is_no_error",
+    ),
+    Mutation(
+        "the shortest of the drawn completions is looked at",
+        "place = max(drawn, key=lambda i: len(sequences[i].path))",
+        "place = min(drawn, key=lambda i: len(sequences[i].path))",
+        f"{WHOLE}::test_the_longest_of_four_is_chosen_whole_with_neighbours_that_add_no_more_than_it_has",
+    ),
+    Mutation(
+        "a whole completion is alone in its pack",
+        "return list(sequences[first : last + 1]), [chosen]",
+        "return [chosen], [chosen]",
+        f"{WHOLE}::test_the_longest_of_four_is_chosen_whole_with_neighbours_that_add_no_more_than_it_has",
+    ),
+    Mutation(
+        "parts of completions are looked at",
+        "packed, chosen = whole(sequences, places, most, draws) if places else parts(sequences, draws)",
+        "packed, chosen = parts(sequences, draws)",
+        f"{WHOLE}::test_a_fault_of_long_sequences_stops_the_run",
+    ),
+    Mutation(
+        "the critic's values have no sum of their own",
+        "if policy.critic is not None and (of_all or of_values):",
+        "if False:",
+        f"{WHOLE}::test_a_fault_of_long_sequences_stops_the_run",
+    ),
+    Mutation(
+        "a value head of 0 is compared",
+        "self._values_wait = not _size(policy.critic)",
+        "self._values_wait = False",
+        f"{WHOLE}::test_clean_long_runs_pass",
+    ),
+    Mutation(
+        "what has no room without autocast has it",
+        "narrow = [i for i in texts if len(sequences[i].path) <= most // 2]",
+        "narrow = texts",
+        f"{WHOLE}::test_what_has_no_room_without_autocast_is_compared_with_it",
+    ),
+    Mutation(
+        "every comparison in float32 decides",
+        "if single.error <= _CLEAR * limit:",
+        "if True:",
+        f"{BACKWARD}::test_the_part_of_the_model_is_named",
+    ),
+    Mutation(
+        "the same pieces of the gradients every time",
+        "start = step * self._at_once % count if count > self._at_once else 0",
+        "start = 0",
+        f"{FEW}::test_the_largest_element_of_every_piece_has_its_turn_in_32_steps",
+    ),
+    Mutation(
+        "the elements with the largest gradients are not compared",
+        "places += [(i, first + place) for (i, first), place in zip(pieces, within, strict=True)]",
+        "pass",
+        f"{FEW}::test_a_fault_in_few_elements_stops_the_run_within_two_steps",
+    ),
+    Mutation(
+        "large gradients are not compared after the clip",
+        "self._check_clipped(self._sparse, self._sparse_unclipped, self._sparse_seen, scale)",
+        "pass",
+        f"{FEW}::test_an_element_that_is_cut_after_the_clip_is_found",
     ),
     Mutation(
         "a part's gradient is taken for right",

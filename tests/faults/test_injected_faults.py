@@ -19,8 +19,9 @@ from rich.console import Console
 from stages import in_small_parts, stage_on
 
 from lockstep.contract.tensors import LoadedWeights
+from lockstep.extras.selftest.backward_faults import BACKWARD_FAULTS
 from lockstep.extras.selftest.draw_faults import OF_EARLIER_IDS, OF_IDS
-from lockstep.extras.selftest.loss_faults import BACKWARD_FAULTS, LEARNED_FAULTS, LOSS_FAULTS
+from lockstep.extras.selftest.loss_faults import LEARNED_FAULTS, LOSS_FAULTS
 from lockstep.extras.selftest.optimizer_faults import OPTIMIZER_FAULTS
 from lockstep.extras.selftest.rollout_faults import even_chance
 from lockstep.extras.selftest.sampling_faults import samples_with
@@ -132,6 +133,7 @@ CAUGHT_BY = {
     "B5": {"hooks"},
     "B6": {"model_gradient"},
     "B7": {"model_gradient"},
+    **{f"B{i}": {"model_gradient"} for i in range(8, 13)},
     "U7": {"update"},
     "U8": {"update"},
     "U9": {"accumulation"},
@@ -141,6 +143,9 @@ CAUGHT_BY = {
     **{f"U12{variant}": {"optimizer"} for variant in ("", "b", "c", "d")},
     "U13": {"update"},
     "U13b": {"update"},
+    "U14": {"update"},
+    "U14b": {"update"},
+    "U14c": {"clipping"},
     "S4": {"temperature", "model_gradient"},
     "S4b": {"temperature", "model_gradient"},
     "S4c": {"settings"},
