@@ -113,7 +113,7 @@ class Proofs:
             engine,
             self.distribution,
             self.precision,
-            lambda: self.push.module_probe,
+            lambda: self.push.probes,
             stale_by_design=config.max_staleness > 0,
         )
         self._settings, self._ends = settings, Ends(rules.end_ids, decoding(tokenizer, special=True))
