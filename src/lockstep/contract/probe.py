@@ -184,6 +184,9 @@ def held_digests(
     """
     # A sum of zeros may be −0, which becomes 0 too.
     cast = {str(part): hardshrink(values.to(dtype), _SMALLEST).contiguous() for part, values in held.items()}
+    if key is None:
+        # One by one: most are small.
+        return {label: tensor_digest(values) for label, values in cast.items()}
     return digests_of(cast, key)
 
 
