@@ -162,6 +162,7 @@ ENVIRONMENTS = "tests/rollouts/test_environments.py"
 FUNCTION = "tests/rollouts/test_rollout_func.py"
 EXTENSION_TESTS = "tests/tokens/test_extension.py"
 TOOL_CALLS = "tests/tokens/test_tool_calls.py"
+OPTIMIZER_STEPS = "tests/watch/step/test_optimizer_steps.py"
 OPTIMIZER_SETTINGS = "tests/watch/step/test_optimizer_settings.py"
 
 MUTATIONS = [
@@ -1741,6 +1742,49 @@ MUTATIONS = [
         "        if True:",
         CODE_DIGEST,
     ),
+    # the optimizer's steps
+    Mutation(
+        "amsgrad that divides by the latest mean square",
+        'divided = torch.where(s["amsgrad"] > 0, highest, second)',
+        "divided = second",
+        f"{OPTIMIZER_STEPS}::test_every_step_and_state_of_torch_is_the_formulas",
+    ),
+    Mutation(
+        "a first gradient with momentum that is dampened",
+        'torch.where(\n        state["moving"] > 0, s["momentum"] * state["velocity"] + (1',
+        'torch.where(\n        state["moving"] > -1, s["momentum"] * state["velocity"] + (1',
+        f"{OPTIMIZER_STEPS}::test_every_step_and_state_of_torch_is_the_formulas",
+    ),
+    Mutation(
+        "a decided sign of Lion that is not compared",
+        "undecided = (between.abs() <= _UNDECIDED * terms) & (terms > 0)",
+        "undecided = terms > 0",
+        f"{OPTIMIZER_STEPS}::test_a_lion_that_takes_the_sign_of_the_gradient_is_seen",
+    ),
+    Mutation(
+        "an optimizer with its state in 8 bits counts as one with 32",
+        'getattr(wanted, "optim_bits", 0) == 32',
+        'getattr(wanted, "optim_bits", 0) > 0',
+        f"{OPTIMIZER_STEPS}::test_optimizers_with_another_step_have_no_formula",
+    ),
+    Mutation(
+        "the state of Adafactor is not compared",
+        "if not float(share) <= _LOOSE:",
+        "if not float(share) <= torch.inf:",
+        f"{OPTIMIZER_STEPS}::test_a_state_of_adafactor_that_is_changed_after_the_step_is_seen",
+    ),
+    Mutation(
+        "some tensors of Adafactor are never compared",
+        "if (i + step + self._seed) % _WITHIN == 0",
+        "if (i + self._seed) % _WITHIN == 0",
+        f"{OPTIMIZER_STEPS}::test_every_tensor_of_adafactor_is_compared_within_ten_steps",
+    ),
+    Mutation(
+        "an optimizer without a formula is not named",
+        'self._engine.note_unproven(self._step + 1, "update", why)',
+        "pass",
+        f"{OPTIMIZER_STEPS}::test_an_optimizer_without_a_formula_is_named_in_the_receipt",
+    ),
     # the optimizer's settings
     Mutation(
         "a made optimizer is believed",
@@ -1920,9 +1964,39 @@ MUTATIONS = [
     ),
     Mutation(
         "events: the reference's outputs are compared",
-        "lambda: outputs.check(scorer, self.frozen, precision)",
+        "lambda: outputs.check(scorer, policy, self.frozen, precision)",
         "lambda: None",
         f"{EVENTS}::test_every_proof_of_the_watch_is_made_at_its_event",
+    ),
+    Mutation(
+        "settings of a module that may change",
+        "_is_plain(value):\n                    found",
+        "False:\n                    found",
+        "tests/watch/test_forward_settings.py::test_a_setting_that_changes_outside_of_a_callback_stops_the_run_at_once",
+    ),
+    Mutation(
+        "reference_outputs: the first generation of a start is believed",
+        "            if second is not None:",
+        "            if False:",
+        f"{REFERENCE_FAULTS}::test_a_reference_with_trained_weights_stops_the_run",
+    ),
+    Mutation(
+        "reference_outputs: a second way that PEFT's switch decides",
+        "                module.forward = inner.__call__",
+        "                pass",
+        f"{REFERENCE_FAULTS}::test_the_base_alone_gives_the_bits_of_an_adapter_that_is_switched_off",
+    ),
+    Mutation(
+        "reference_outputs: a reference that follows when it is not due",
+        "share = 0.0 if self._step % config.ref_model_sync_steps else config.ref_model_mixup_alpha",
+        "share = config.ref_model_mixup_alpha",
+        f"{REFERENCE_FAULTS}::test_a_reference_that_follows_by_another_rule_stops_the_run",
+    ),
+    Mutation(
+        "reference_outputs: a share of the policy that is not compared",
+        "    slack = 2 * eps * torch.maximum(before.abs(), towards.abs()) * bool(share)",
+        "    slack = torch.maximum(before.abs(), towards.abs())",
+        f"{REFERENCE_FAULTS}::test_a_reference_that_follows_by_another_rule_stops_the_run",
     ),
     Mutation(
         "elements of frozen weights that may move",

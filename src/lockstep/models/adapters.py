@@ -181,6 +181,29 @@ def without_adapter(model: torch.nn.Module) -> Iterator[None]:
             parameter.requires_grad_(required_gradient)
 
 
+def has_frozen_adapter(model: Any) -> bool:
+    """Whether an adapted model has the adapter of the reference beside its own."""
+    return REFERENCE in getattr(model, "peft_config", {})
+
+
+@contextmanager
+def base_alone(model: torch.nn.Module) -> Iterator[None]:
+    """A context in which each layer with an adapter computes as the layer that it wraps, whatever PEFT has switched."""
+    changed: list[tuple[torch.nn.Module, Any]] = []
+    try:
+        for module in model.modules():
+            inner = next((getattr(module, own) for own in _WRAPPED if hasattr(module, own)), None)
+            if inner is not None:
+                changed.append((module, vars(module).get("forward")))
+                module.forward = inner.__call__
+        yield
+    finally:
+        for module, forward in changed:
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+
+
 # Elements that are converted and read at a time: few enough to stay in a processor's cache.
 _PART = 1 << 18
 # What PEFT names the module that it has wrapped: a layer with an adapter, and a module that is trained as a whole.

@@ -75,8 +75,11 @@ class DrawnElements:
 
     def of_tensor(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         """(n,) values of the windows of one tensor, on its device and in its dtype."""
-        at = self._tensors.index(index)
-        return torch.take(tensor.detach(), self._places_on(tensor.device)[at])
+        return torch.take(tensor.detach(), self.places_in(index, tensor.device))
+
+    def places_in(self, index: int, device: torch.device) -> torch.Tensor:
+        """(n,) places of the elements in one flattened tensor."""
+        return self._places_on(device)[self._tensors.index(index)]
 
     def _places_on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """The places of each tensor. A device gets them once."""

@@ -10,13 +10,14 @@ Does not show: other elements; for up to three steps, a wrong norm by which all 
 When: every step; the norm at the first step and at one step in four (with sharded parameters at every step).
 
 Proof `update`.
-Shows: up to 32 drawn elements of *every* trained tensor, and their moments, are what AdamW in float64 makes of the
-values and moments after the last step, the clipped gradient, the rate and the decay; every trained tensor is in the
-optimizer, and has a gradient within 10 steps.
-Does not show: elements that are not drawn. With an optimizer other than torch's AdamW: only that tensors with a
-gradient move within 10 steps. In bf16 weights, a change below rounding: the run then names the tensors that stand
-still.
-When: every step; drawn again each time.
+Shows: up to 32 drawn elements of *every* trained tensor, and their state, are what the optimizer's formula in float64
+makes of the values and the state after the last step, the clipped gradient, the rate and the decay; every trained
+tensor is in the optimizer, and has a gradient within 10 steps. Formulas are of AdamW, Adam, SGD, RMSprop and Adagrad of
+torch, of Lion and AdamW of bitsandbytes in 32 bits, and of Adafactor.
+Does not show: elements that are not drawn. With an optimizer without a formula: only that tensors with a gradient move
+within 10 steps; the receipt and the report name it. In bf16 weights, a change below rounding: the run then names the
+tensors that stand still.
+When: every step; drawn again each time. With Adafactor the tensors follow each other, each within 10 steps.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from lockstep.devices import on_host
 from lockstep.errors import ProofError
 from lockstep.shards.model import first_element, is_sharded, local_part
 from lockstep.watch.elements import AccumulationProof, DrawnElements, check_still, read_all
+from lockstep.watch.factored_steps import FactoredSteps, has_factored_steps
 from lockstep.watch.optimizer_rules import Expected, OptimizerRule, Rates, State
 from lockstep.watch.optimizer_settings import OptimizerSettings
 
@@ -46,6 +48,18 @@ _NORM_EVERY = 4
 _CHUNK = 1 << 22
 # Elements that are searched at once for one that is not 0.
 SEARCHED = 1 << 20
+# Parts of an optimizer's state, in words.
+_PARTS = {
+    "first": "mean gradient",
+    "mean": "mean gradient",
+    "second": "mean square",
+    "square": "mean square",
+    "highest": "largest mean square",
+    "sum": "sum of squares",
+    "velocity": "momentum",
+    "moving": "number of momenta",
+    "steps": "number of steps",
+}
 _REPORT = "otherwise this is a defect of Lockstep: report it"
 
 
@@ -79,6 +93,11 @@ class UpdateProof:
         self._names, self._trained = list(trained), list(trained.values())
         _check_halves(trained, frozen)
         self._rule, self._rates = OptimizerRule(settings, self._trained, self._names), rates
+        self._factored = (
+            FactoredSteps(settings.optimizer, self._names, self._trained, self._rule.group_of, seed)
+            if has_factored_steps(settings.optimizer)
+            else None
+        )
         self._max_norm, self._seed = max_norm, seed
         self._always, self._may_rest, self._gathered = always, set(may_rest), gathered
         self._sharded = [is_sharded(p) for p in self._trained]
@@ -89,13 +108,26 @@ class UpdateProof:
         self._accumulation: AccumulationProof | None = None
         # The norm before the clip; None: this proof has not computed it, or the clip has not reported it.
         self._norm: float | None = None
-        self._has_moved = False
+        self._has_moved = self._said = False
         self._first = step
         self._draw(step)
 
     def _draw(self, step: int) -> None:
         self._drawn = DrawnElements.of(self._trained, (self._seed, step, 1))
         self._kept = self._rule.read(self._drawn)
+        if self._factored is not None:
+            self._factored.keep(step)
+
+    def say_unproven(self) -> str:
+        """Why the changes of single elements cannot be proven, at the first call; empty: they are, or it was said."""
+        if self._rule.known or self._factored is not None or self._said:
+            return ""
+        self._said = True
+        why = (
+            f"there is no formula for the steps of {self._rule.name}: only that every tensor moves is proven"
+        )
+        _logger.warning(f"proof update: {why}")
+        return why
 
     # ---- before the optimizer ---------------------------------------------------------------------------------------
 
@@ -194,6 +226,8 @@ class UpdateProof:
                 "the gradients were not clipped, were clipped to another norm, or were changed afterwards",
                 "remove a callback or an override that changes gradients or clips them",
             )
+        if self._factored is not None:
+            self._factored.before()
 
     # ---- after the optimizer ----------------------------------------------------------------------------------------
 
@@ -226,6 +260,8 @@ class UpdateProof:
         self._compare(self._drawn, self._kept, self._seen, found)
         if len(self._sparse):
             self._compare(self._sparse, self._sparse_kept, self._sparse_seen, self._rule.read(self._sparse))
+        if self._factored is not None:
+            self._factored.check(self._step_rates)
         self._check_moved(found)
 
     def _over_ranks(self, values: list[list[float]], share: Share) -> list[list[float]]:
@@ -245,20 +281,21 @@ class UpdateProof:
         expected = self._rule.expected(kept, gradients, drawn, self._step_rates)
         if expected is None:
             return
-        assert expected.state.moments is not None
-        assert found.moments is not None
-        wrong = ~((found.values - expected.state.values).abs() <= expected.slack)
+        wrong = ~((found.values - expected.step.values).abs() <= expected.slack)
         if bool(wrong.any()):
             raise self._wrong_values(drawn, kept, found, expected, wrong)
-        wrong = self._rule.moments_differ(expected.state.moments, found.moments, gradients, drawn)
-        if bool(wrong.any()):
-            at = int(wrong.nonzero()[0])
-            due, got = expected.state.moments, found.moments
+        for part, differs in self._rule.state_differs(expected.step, found, drawn).items():
+            if not bool(differs.any()):
+                continue
+            assert found.state is not None
+            at = int(differs.nonzero()[0])
+            steps = (
+                f"after step {expected.step.state['steps'][at]:g} " if "steps" in expected.step.state else ""
+            )
             raise ProofError(
                 "update",
-                f"after step {due.steps[at]:g} the optimizer keeps the moments {got.first[at]:.4g} and "
-                f"{got.second[at]:.4g} (step {got.steps[at]:g}) of an element of {self._name(drawn, at)}; "
-                f"{due.first[at]:.4g} and {due.second[at]:.4g} are right",
+                f"{steps}the optimizer keeps {found.state[part][at]:.6g} as the {_PARTS[part]} of an element of "
+                f"{self._name(drawn, at)}; {expected.step.state[part][at]:.6g} is right for {self._rule.name}",
                 "the optimizer's state was lost, reset, or belongs to another step",
                 "resume from a checkpoint with its optimizer.pt, and let nothing change optimizer.state; "
                 + _REPORT,
@@ -267,7 +304,7 @@ class UpdateProof:
     def _wrong_values(
         self, drawn: DrawnElements, kept: State, found: State, expected: Expected, wrong: torch.Tensor
     ) -> ProofError:
-        due, made = expected.state.values - kept.values, found.values - kept.values
+        due, made = expected.step.values - kept.values, found.values - kept.values
         excess = ((made - due).abs() - expected.slack).nan_to_num(torch.inf)
         at = int(torch.where(wrong, excess, -1.0).argmax())
         names = sorted({self._names[i] for i in drawn.owners[wrong].tolist()})
@@ -275,9 +312,9 @@ class UpdateProof:
         ratio = float((made[visible] / due[visible]).median()) if bool(visible.any()) else math.nan
         return ProofError(
             "update",
-            f"an element of {self._name(drawn, at)} changed by {made[at]:.6g}, where AdamW changes it by {due[at]:.6g} "
-            f"({len(names)} of {len(self._names)} tensors differ; the median change is {ratio:.3g} times the "
-            f"right one)",
+            f"an element of {self._name(drawn, at)} changed by {made[at]:.6g}, where {self._rule.name} changes it by "
+            f"{due[at]:.6g} ({len(names)} of {len(self._names)} tensors differ; the median change is {ratio:.3g} "
+            f"times the right one)",
             _cause(ratio),
             "remove what changes weights beside the optimizer step, or the wrapper around the optimizer; "
             + _REPORT,
