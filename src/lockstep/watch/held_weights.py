@@ -10,14 +10,12 @@ layers. On a CPU, where products with the identity are not cheap, both take four
 must be made to be read (merged adapters, sharded or 4-bit weights), only the shares are looked at.
 
 Proof `held_weights`.
-Shows: every linear layer, embedding, head, norm and bias of the engine computes with the trainer's weights, cast to the
-engine's dtype, to the bit, in the form in which the engine holds them (packed, fused, tied, padded); an error names the
-tensors, and the version whose weights the engine still has.
+Shows: every linear layer, embedding, head, norm and bias of the engine computes with the trainer's weights in the
+engine's dtype, to the bit, in whatever form it holds them; an error names the tensors, and the version of older ones.
 Does not show: experts, layers in 8 bits (`codes`), vLLM's form of `A_log`, modules that no probe reaches (the receipt
-names them); with `vllm_enable_lora`, what the adapter adds (`adapter` shows its matrices).
-When: before the first sample, after an engine was lost or a proof has failed: all weights. Every push: all vectors,
-one column of every matrix (on a CPU of one matrix in four), and a share, so that all weights are compared within as
-many pushes as the model has layers (on a CPU four times as many).
+names them); with `vllm_enable_lora`, what the adapter adds (`adapter`).
+When: before the first sample, and after an engine was lost: all. Every push: all vectors, one column of every matrix
+(on a CPU of one matrix in four), and a share: all within as many pushes as there are layers (on a CPU four times).
 """
 
 from __future__ import annotations
