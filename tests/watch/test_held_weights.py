@@ -25,7 +25,7 @@ from lockstep.tokens.chat import load_tokenizer
 from lockstep.watch.push import ProvenPusher
 from lockstep.weights.push import weights_of
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.release)]
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get
 # Relative changes that the module probe does not see. In half precision they change about one element in four.
 # Pushes after which a model of two layers was compared as a whole on a CPU.
