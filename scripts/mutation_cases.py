@@ -52,6 +52,7 @@ POLICY = "tests/algorithms/test_policy_loss.py"
 MASKS = "tests/algorithms/test_masks_and_divergence.py"
 RETURNS = "tests/algorithms/test_returns.py"
 PAIRS = "tests/algorithms/test_preference_loss.py"
+HELD = "tests/watch/test_held_weights.py"
 GAP = "tests/watch/test_gap.py"
 GIVEN_ROWS = "tests/watch/test_given_rows.py"
 QUANTISED_GAP = "tests/extras/fp8/test_quantised_gap.py"
@@ -1145,6 +1146,54 @@ MUTATIONS = [
         CHANGES,
     ),
     Mutation("a whole push after a failed proof", "if not self._trusted:", "if False:", CHANGES),
+    Mutation(
+        "a module that holds other numbers is found",
+        "if digest != due[asked[one]]}",
+        "if not digest}",
+        HELD,
+    ),
+    Mutation(
+        "an error of the exact probe stops the push",
+        "        check_held(record, version)\n        return record",
+        "        return record",
+        HELD,
+    ),
+    Mutation(
+        "−0 and numbers that kernels flush count as 0",
+        "hardshrink(values.to(dtype), _SMALLEST).contiguous()",
+        "values.to(dtype).contiguous()",
+        f"{HELD}::test_equal_weights_never_differ",
+    ),
+    Mutation(
+        "the shares of a model are all of it",
+        "            self._turn = (self._turn + 1) % self._shares",
+        "            self._turn = 0",
+        HELD,
+    ),
+    Mutation(
+        "the version of older weights is known",
+        "self._digests(self._columns((self._turn + ahead) % self._shares), version)",
+        "pass",
+        HELD,
+    ),
+    Mutation(
+        "the slope of the signed gap has a limit",
+        "abs(found) - _ERRORS * error <= limit.slope",
+        "abs(found) - _ERRORS * error <= 1.0",
+        GAP,
+    ),
+    Mutation(
+        "the tokens of one prompt are not independent",
+        "        float(products @ products),",
+        "        float((gap * surprises) @ (gap * surprises)),",
+        GAP,
+    ),
+    Mutation(
+        "weights that differ by a bit explain a gap",
+        "layers = tuple(probed.failed) or held.differing",
+        "layers = tuple(probed.failed)",
+        "tests/watch/test_decomposition.py",
+    ),
     Mutation(
         "one scale for a whole weight",
         "numbers.abs().amax(dim=-1, keepdim=True)",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from lockstep.contract.probe import EngineModules
+from lockstep.contract.probe import EngineModules, HeldPart
 from lockstep.contract.sampling import Sampling
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.images.pictures import NO_PICTURES, PromptPictures
@@ -222,6 +222,14 @@ class ProbedEngine(Protocol):
 
         Args:
             every: whether to use all rows of each embedding and all experts of each layer, instead of a sample.
+        """
+
+    def held(self, parts: Sequence[HeldPart], dtype: torch.dtype, key: int | None) -> dict[str, str]:
+        """Digests of what modules hold (`held_digests`), as they compute with it, by the part as text.
+
+        Args:
+            dtype: dtype to which the numbers are cast.
+            key: key of the digests; None: they are xxh3.
         """
 
     def ask_workers(

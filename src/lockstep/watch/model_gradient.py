@@ -273,7 +273,7 @@ class ModelGradient:
         # The limit is narrow without autocast. Then the gradient with autocast is compared with the one without it.
         autocast = self._autocast(policy)
         most = budget(self._config)
-        texts = [i for i, s in enumerate(sequences) if s.pictures is None]
+        texts = [i for i, s in enumerate(sequences) if not s.pictures]
         if autocast is None:
             drawing = self._drawing(policy, sequences, used, texts, most)
             return self._exact_error(policy, drawing, named, seed, self._limit(policy)[0])[0]

@@ -33,7 +33,7 @@ from lockstep.contract.inbox import (
     check_scores,
     check_scoring,
 )
-from lockstep.contract.probe import EngineModules
+from lockstep.contract.probe import EngineModules, HeldPart
 from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
 from lockstep.contract.sampling import GrammarCompiler
 from lockstep.contract.support import Bans
@@ -348,6 +348,12 @@ class VLLMInProcess:
         self._check_awake()
         answers = self.call(probe_modules, tuple(names), seed, every, self.adapters.name)
         return agreed_answers(answers, "vLLM in this process", torch.equal)
+
+    def held(self, parts: Sequence[HeldPart], dtype: torch.dtype, key: int | None) -> dict[str, str]:
+        from lockstep.engines.vllm.port.probe import digests_of_held
+
+        self._check_awake()
+        return agreed_answers(self.call(digests_of_held, parts, dtype, key), "vLLM in this process")
 
     def ask_workers(
         self, question: str, arguments: Callable[[str], Sequence[Any] | None]
