@@ -176,6 +176,26 @@ def test_a_fault_of_ids_is_found_and_told(name: str, dtype: torch.dtype) -> None
     assert says in failed.value.cause
 
 
+# Faults near the smallest size that a run of 20,000 drawn tokens shows.
+SMALL: dict[str, Fault] = {
+    "ends, odds × 1.5": odds(of(END), 1.5),
+    "ends, odds × 0.5": odds(of(END), 0.5),
+    "without id % 8 = 3": odds(of(_EVERY % 8 == 3), 0.0),
+    "without id % 7 = 2": odds(of(_EVERY % 7 == 2), 0.0),
+    "id % 16 = 3, odds × 0.5": odds(of(_EVERY % 16 == 3), 0.5),
+    "a penalty of 1.2": penalty(1.2),
+    "first token at T = 0.7": lambda logits, moment: logits / (0.7 if moment.place == 0 else 1.0),
+}
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_fault_is_found_within_a_run(name: str) -> None:
+    tokens, evidence = tokens_until_seen(SMALL[name], 20_000, 1)
+    print(f"{name}: {tokens:,} tokens, by the bet {evidence.strongest}")
+    assert evidence.log_evidence > _LIMIT
+
+
 @pytest.mark.parametrize("name", ["never repeats an id", "ends three times too often"])
 def test_a_fault_that_begins_after_a_resume_is_found(name: str) -> None:
     """The receipt is of a version that had only the bets on likelihood."""
