@@ -222,11 +222,11 @@ def test_a_bet_that_an_older_receipt_does_not_have_begins_as_if_it_had_paid_one(
 def test_the_bets_on_likelihood_keep_half_of_the_stake() -> None:
     evidence = DrawEvidence()
     evidence.add(DrawStats(tokens=1, evidence=dict.fromkeys(LIKELIHOOD, 30.0)))
-    assert evidence.log_evidence == pytest.approx(30.0 - 2 * math.log(2), abs=1e-6)
+    assert evidence.log_evidence == pytest.approx(30.0 - 2 * math.log(2), abs=1e-5)
 
 
 def test_a_line_of_the_receipt_stays_short() -> None:
     evidence = DrawEvidence()
     for turn in range(3):
         evidence.add(stats_of(honest, 4, 16, turn))
-    assert len(json.dumps(evidence.data())) < 6000
+    assert len(json.dumps(evidence.data())) < 7000
