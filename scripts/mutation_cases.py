@@ -2031,6 +2031,12 @@ MUTATIONS = [
         f"{EVENTS}::test_every_proof_of_the_watch_is_made_at_its_event",
     ),
     Mutation(
+        "settings of a module that may change",
+        "_is_plain(value):\n                    found",
+        "False:\n                    found",
+        "tests/watch/test_forward_settings.py::test_a_setting_that_changes_outside_of_a_callback_stops_the_run_at_once",
+    ),
+    Mutation(
         "reference_outputs: the first generation of a start is believed",
         "            if second is not None:",
         "            if False:",
