@@ -65,8 +65,12 @@ SAMPLES = "tests/watch/test_canary_and_samples.py::test_equal_samples_against_al
 PAIRS_IN_A_GROUP = "tests/watch/test_canary_and_samples.py::test_pairs_of_equal_completions_are_refused"
 BETS = "tests/watch/test_draws.py::test_a_bet_pays_one_on_average"
 DRAWS = "tests/watch/test_draws.py"
+ID_BETS = "tests/watch/test_id_bets.py"
+ID_CLASSES = "tests/learn/test_id_classes.py"
 BACKWARD = "tests/watch/test_model_gradient.py"
 PARTS = "tests/watch/test_step_gradient.py"
+WHOLE = "tests/watch/test_whole_completions.py"
+FEW = "tests/watch/step/test_few_elements.py"
 CUTS = "tests/learn/test_accounting.py::test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved"  # noqa: E501
 ASKED_AGAIN = "tests/run/test_asked_again.py"
 DRAW_SUMS = "tests/learn/test_draw_sums.py"
@@ -129,6 +133,7 @@ COMPARED_AHEAD = (
     f"{AHEAD}::test_completions_of_other_prompts_are_seen_although_no_later_step_has_fresh_tokens"
 )
 FROZEN = "tests/watch/step/test_frozen_weights.py"
+HOLDS = "tests/run/test_what_a_checkpoint_holds.py"
 REFERENCE_FAULTS = "tests/faults/test_reference_faults.py"
 SETTINGS = "tests/watch/test_user_settings.py"
 KEPT_SETS = "tests/watch/test_kept_sets.py"
@@ -1309,6 +1314,45 @@ MUTATIONS = [
         DRAWS,
     ),
     Mutation("a resumed run that forgets its generations", 'int(data["generations"])', "0", DRAWS),
+    Mutation("a bet on ids whose mean is not 1", "0.0) - norms", "0.0)", ID_BETS),
+    Mutation(
+        "a bet on a half of the ids that sees a part of it",
+        "for column in self.columns[1:]:",
+        "for column in ():",
+        ID_BETS,
+    ),
+    Mutation(
+        "a bet on first tokens that is placed on all",
+        "return classes.first",
+        "return classes.first | True",
+        ID_BETS,
+    ),
+    Mutation(
+        "bets that an older receipt does not have hold nothing",
+        'data["held"].get(name, fair)',
+        'data["held"].get(name, -math.inf)',
+        ID_BETS,
+    ),
+    Mutation(
+        "an id that was there twice counts twice",
+        "(again[places] >= limit)",
+        "(again[places] >= 0)",
+        ID_CLASSES,
+    ),
+    Mutation("the last part of a vocabulary has no mass", "if whole < BLOCKS:", "if False:", ID_CLASSES),
+    Mutation("ids beyond the logits have a mass", " * (window < p.shape[1])", "", ID_CLASSES),
+    Mutation(
+        "the classes of a run are not bet on",
+        "classes=None if sums.classes is None else sums.classes.values()",
+        "classes=None",
+        "tests/watch/test_draws_in_training.py::test_a_resumed_run_stops_too",
+    ),
+    Mutation(
+        "sets of kept ids have no classes",
+        "self._classes_of_sets(self.classes, kept, probabilities)",
+        "pass",
+        ID_CLASSES,
+    ),
     Mutation(
         "a stake for a generation of which nothing is drawn",
         "if not stats.tokens:\n            return",
@@ -1438,6 +1482,66 @@ MUTATIONS = [
         "if not apart < before:",
         "if False:",
         f"{BACKWARD}::test_a_slope_whose_rounding_grows_with_smaller_steps_is_no_error",
+    ),
+    Mutation(
+        "the shortest of the drawn completions is looked at",
+        "place = max(drawn, key=lambda i: len(sequences[i].path))",
+        "place = min(drawn, key=lambda i: len(sequences[i].path))",
+        f"{WHOLE}::test_the_longest_of_four_is_chosen_whole_with_neighbours_that_add_no_more_than_it_has",
+    ),
+    Mutation(
+        "a whole completion is alone in its pack",
+        "return list(sequences[first : last + 1]), [chosen]",
+        "return [chosen], [chosen]",
+        f"{WHOLE}::test_the_longest_of_four_is_chosen_whole_with_neighbours_that_add_no_more_than_it_has",
+    ),
+    Mutation(
+        "parts of completions are looked at",
+        "packed, chosen = whole(sequences, places, most, draws) if places else parts(sequences, draws)",
+        "packed, chosen = parts(sequences, draws)",
+        f"{WHOLE}::test_a_fault_of_long_sequences_stops_the_run",
+    ),
+    Mutation(
+        "the critic's values have no sum of their own",
+        "if policy.critic is not None and (of_all or of_values):",
+        "if False:",
+        f"{WHOLE}::test_a_fault_of_long_sequences_stops_the_run",
+    ),
+    Mutation(
+        "a value head of 0 is compared",
+        "self._values_wait = not _size(policy.critic)",
+        "self._values_wait = False",
+        f"{WHOLE}::test_clean_long_runs_pass",
+    ),
+    Mutation(
+        "what has no room without autocast has it",
+        "narrow = [i for i in texts if len(sequences[i].path) <= most // 2]",
+        "narrow = texts",
+        f"{WHOLE}::test_what_has_no_room_without_autocast_is_compared_with_it",
+    ),
+    Mutation(
+        "every comparison in float32 decides",
+        "if single.error <= _CLEAR * limit:",
+        "if True:",
+        f"{BACKWARD}::test_the_part_of_the_model_is_named",
+    ),
+    Mutation(
+        "the same pieces of the gradients every time",
+        "start = step * self._at_once % count if count > self._at_once else 0",
+        "start = 0",
+        f"{FEW}::test_the_largest_element_of_every_piece_has_its_turn_in_32_steps",
+    ),
+    Mutation(
+        "the elements with the largest gradients are not compared",
+        "places += [(i, first + place) for (i, first), place in zip(pieces, within, strict=True)]",
+        "pass",
+        f"{FEW}::test_a_fault_in_few_elements_stops_the_run_within_two_steps",
+    ),
+    Mutation(
+        "large gradients are not compared after the clip",
+        "self._check_clipped(self._sparse, self._sparse_unclipped, self._sparse_seen, scale)",
+        "pass",
+        f"{FEW}::test_an_element_that_is_cut_after_the_clip_is_found",
     ),
     Mutation(
         "a part's gradient is taken for right",
@@ -1708,8 +1812,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a file that an adapter lacks is looked for on the hub",
-        "if not any((adapter / name).is_file() for name in either):",
-        "if False:",
+        'raise InputError(f"adapter {adapter} has no {names[0]}; copy or save the adapter again")',
+        "return adapter / names[0]",
         ADAPTER_FILES,
     ),
     Mutation(
@@ -1722,8 +1826,20 @@ MUTATIONS = [
     Mutation("weights without a place are dropped", "sorted(report.unexpected_keys)", "[]", ADAPTER_FILES),
     Mutation(
         "an adapter with NaN is merged",
-        '    check_finite(f"adapter {adapter}", trained.items())\n',
+        "    check_finite(str(file), ((name, tensor.float()) for name, tensor in tensors.items()))\n",
         "",
+        ADAPTER_FILES,
+    ),
+    Mutation(
+        "an adapter whose lora_alpha was changed is merged",
+        " and _file_digest(path) == digest",
+        "",
+        ADAPTER_FILES,
+    ),
+    Mutation(
+        "the base is loaded before the rank of its adapter is read",
+        'if name.endswith(".lora_A.weight") and rank not in ranks:',
+        "if False:",
         ADAPTER_FILES,
     ),
     Mutation(
@@ -2022,6 +2138,24 @@ MUTATIONS = [
         "_is_plain(value):\n                    found",
         "False:\n                    found",
         "tests/watch/test_forward_settings.py::test_a_setting_that_changes_outside_of_a_callback_stops_the_run_at_once",
+    ),
+    Mutation(
+        "checkpoint: the written files are believed",
+        "            check_written(Path(output_dir), memory",
+        "            _ = (Path(output_dir), memory",
+        f"{HOLDS}::test_a_checkpoint_of_other_weights_than_those_in_memory_gets_no_name",
+    ),
+    Mutation(
+        "checkpoint: the best one is believed",
+        "    if due != (step, found):",
+        "    if False:",
+        f"{HOLDS}::test_a_wrong_best_checkpoint_stops_the_run",
+    ),
+    Mutation(
+        "checkpoint: what load_best_model_at_end has loaded is believed",
+        "        if (best / DIGESTS).is_file():",
+        "        if False:",
+        f"{HOLDS}::test_a_wrong_best_checkpoint_stops_the_run",
     ),
     Mutation(
         "reference_outputs: the first generation of a start is believed",
@@ -3025,7 +3159,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a prompt without what reset added",
-        "            conversation.branch(ids, self._placed(ids, said.shown))\n",
+        "            conversation.branch(ids, self._reader.shown_by(said.shown, ids))\n",
         "            pass\n",
         "tests/rollouts/test_tool_program.py::test_a_reset_adds_to_the_prompt_and_the_reward_belongs_to_its_rollout",
     ),
@@ -3356,14 +3490,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a run fetches a picture again where it needs it",
-        "row = images.with_files(row)",
-        "row = dict(row)",
+        'row = reader.with_files({**given, "prompt"',
+        'row = dict({**given, "prompt"',
         f"{PICTURE_URLS}::test_a_run_learns_from_the_bytes_that_it_fetched_once",
     ),
     Mutation(
         "a call with another picture continues the branch of equal ids",
-        "np.array_equal(context[: len(ids)], ids) and digests == own",
-        "np.array_equal(context[: len(ids)], ids) and len(own) >= 0",
+        "np.array_equal(context[: len(ids)], ids) and same",
+        "np.array_equal(context[: len(ids)], ids)",
         f"{AGENT_PICTURES}::test_the_rows_ids_with_another_picture_are_another_branch",
     ),
     Mutation(
@@ -3374,8 +3508,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the limit on pictures does not count those of earlier turns",
-        "self._images.check_count(count + result.content.pictures)",
-        "self._images.check_count(result.content.pictures)",
+        "self.check_count(len(pictures_in(messages)) + more)",
+        "self.check_count(more)",
         f"{PICTURE_TURNS}::test_a_result_with_more_pictures_than_the_limit_is_an_error_for_the_model",
     ),
     Mutation(
@@ -3410,13 +3544,20 @@ MUTATIONS = [
     ),
     Mutation(
         "a rollout may show other pictures than the engine was sent",
-        "seen = request.pictures.digests if request.pictures is not None else ()",
-        "seen = answer.pictures and () or ()",
+        "seen = request.pictures.digests",
+        "seen: tuple[str, ...] = ()",
         f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn[qwen2_5_vl]",
     ),
     Mutation(
+        "a model of text answers as if it had seen the images of a function",
+        "    if given and not reader.shows_pictures:\n",
+        "    if False:\n",
+        "tests/images/test_rollout_func_with_pictures.py::"
+        "test_a_model_of_text_refuses_images_that_it_would_not_see[False]",
+    ),
+    Mutation(
         "a branch may have placeholders without their pictures",
-        "if pictures is None and own is not None and (ids == own.placeholder).any():",
+        "if not pictures and (ids == self.prompt.pictures.placeholder).any():",
         "if False:",
         f"{PICTURE_TURNS}::test_a_branch_without_the_pictures_of_its_ids_is_refused",
     ),
@@ -3470,8 +3611,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a question on another picture counts as one that was trained on",
-        "() if prompt.pictures is None else prompt.pictures.digests",
-        "()",
+        "return prompt.ids.tobytes(), prompt.pictures.digests",
+        "return prompt.ids.tobytes(), ()",
         f"{PICTURE_RUNS}::test_a_question_on_another_picture_is_held_out",
     ),
     Mutation(
@@ -3663,13 +3804,13 @@ MUTATIONS = [
     ),
     Mutation(
         "a completion of another rank may lose its pictures",
-        "if place == _OWN and own is None:",
+        "if place == _OWN and not own:",
         "if False:",
         f"{WIRE}::test_pictures_that_do_not_arrive_as_they_were_sent_are_refused",
     ),
     Mutation(
         "every completion of another rank is taken to have seen the pictures of its prompt",
-        "(shown is own or _equal(shown, own))",
+        "shown is own or _equal(shown, own)",
         "True",
         f"{WIRE}::test_each_completion_finds_the_pictures_of_its_prompt_and_only_others_are_sent",
     ),
@@ -4217,7 +4358,7 @@ MUTATIONS = [
         "    if path.exists() and not path.is_file():\n        raise OSError(errno.EINVAL",
         "    if False:\n        raise OSError(errno.EINVAL",
         "tests/input/test_bad_words.py::test_settings_are_read_from_files_alone",
-        within="read_settings",
+        within="check_regular",
     ),
     Mutation(
         "a text that is no choice is taken from Python",
@@ -4627,7 +4768,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights with other names in the files than in the model are left out of the best model",
-        "        if not load_renamed(self.model, Path(self.state.best_model_checkpoint)):\n            super()",
+        "        if not load_renamed(self.model, best):\n            super()",
         "        super()",
         "tests/run/test_checkpoints_of_families.py::test_the_best_checkpoint_is_in_the_model_at_the_end",
     ),

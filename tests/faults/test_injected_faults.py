@@ -19,7 +19,9 @@ from rich.console import Console
 from stages import in_small_parts, stage_on
 
 from lockstep.contract.tensors import LoadedWeights
-from lockstep.extras.selftest.loss_faults import BACKWARD_FAULTS, LEARNED_FAULTS, LOSS_FAULTS
+from lockstep.extras.selftest.backward_faults import BACKWARD_FAULTS
+from lockstep.extras.selftest.draw_faults import OF_EARLIER_IDS, OF_IDS
+from lockstep.extras.selftest.loss_faults import LEARNED_FAULTS, LOSS_FAULTS
 from lockstep.extras.selftest.optimizer_faults import OPTIMIZER_FAULTS
 from lockstep.extras.selftest.rollout_faults import even_chance
 from lockstep.extras.selftest.sampling_faults import samples_with
@@ -104,6 +106,7 @@ CAUGHT_BY = {
     "S2-pairs": {"samples"},
     "S2-prompt": {"samples"},
     "S2-version": {"samples"},
+    **{f"S5-{name}": {"draws", "verify: draws"} for name, *_ in (*OF_IDS, *OF_EARLIER_IDS)},
     "S3": {"ends"},
     "S3b": {"ends"},
     "S3c": {"ends"},
@@ -132,6 +135,7 @@ CAUGHT_BY = {
     "B5": {"hooks"},
     "B6": {"model_gradient"},
     "B7": {"model_gradient"},
+    **{f"B{i}": {"model_gradient"} for i in range(8, 13)},
     "U7": {"update"},
     "U8": {"update"},
     "U9": {"accumulation"},
@@ -141,6 +145,9 @@ CAUGHT_BY = {
     **{f"U12{variant}": {"optimizer"} for variant in ("", "b", "c", "d")},
     "U13": {"update"},
     "U13b": {"update"},
+    "U14": {"update"},
+    "U14b": {"update"},
+    "U14c": {"clipping"},
     "S4": {"temperature", "model_gradient"},
     "S4b": {"temperature", "model_gradient"},
     "S4c": {"settings"},
@@ -182,6 +189,8 @@ OF_NUMBERS |= {"learning_rate", "verify: exact accounting", "verify: draws"}
 IN_BF16 = tuple(fault for fault in FAULTS if CAUGHT_BY[fault.id] & OF_NUMBERS)
 # What rounding in bf16 hides. Beside that, nothing scores the tokens before the only step of a generation.
 HIDDEN = {"W10", "W11", "P5", "S1-heat", "S1-cold", "M3", "M4", "M5"}
+# What needs the ids before a token, which the sampler of vLLM is not told.
+HIDDEN |= {f"S5-{name}" for name, *_ in OF_EARLIER_IDS}
 # One fault per proof: the limits of bf16 are those of a proof, not of a fault.
 OF_EACH_PROOF = tuple(
     {"/".join(sorted(CAUGHT_BY[f.id])): f for f in reversed(IN_BF16) if f.id not in HIDDEN}.values()

@@ -171,9 +171,13 @@ def test_a_slope_waits_for_tokens_and_prompts_and_its_sums_begin_anew() -> None:
     for version in range(20):
         late.check(measure_slope(*tokens_of(1.0, 0.01, seed=version)), half, version)
     # A fault that begins late is not diluted by all tokens before it.
-    with pytest.raises(ProofError, match="the signed gap grows"):
+
+    def begins_late() -> None:
         for version in range(20, 60):
             late.check(measure_slope(*tokens_of(1.05, 0.01, seed=version)), half, version)
+
+    with pytest.raises(ProofError, match="the signed gap grows"):
+        begins_late()
     assert late.now.tokens < 20_000
 
 

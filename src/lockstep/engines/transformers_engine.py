@@ -65,7 +65,7 @@ from lockstep.contract.tensors import Begun, HeldWeights, LoadedWeights, TensorS
 from lockstep.devices import on_host, sent
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
 from lockstep.errors import InputError, LockstepError, foreign_errors
-from lockstep.images.pictures import model_inputs
+from lockstep.images.packs import model_inputs
 from lockstep.model_files import load_files
 from lockstep.models.arithmetic import transformed_logits
 from lockstep.models.parameters import checkpoint_tensors, expert_names
@@ -351,14 +351,14 @@ class TransformersEngine:
             ids[i, longest - len(prompt) :] = prompt
             mask[i, longest - len(prompt) :] = 1
         budget = max(row.request.sampling.max_tokens for row in rows)
-        ids, pictures = ids.to(self.model.device), [row.request.pictures for row in rows]
+        ids = ids.to(self.model.device)
         self.model.generate(
             ids,
             attention_mask=mask.to(self.model.device),
             generation_config=GenerationConfig(max_new_tokens=budget, do_sample=False, pad_token_id=pad),
             logits_processor=LogitsProcessorList([SampleRows(rows, pad, self._tokenizer.decode)]),
             stopping_criteria=StoppingCriteriaList([_RowsDone(rows, self._tokenizer, deadline)]),
-            **(model_inputs(pictures, ids) if any(pictures) else {}),
+            **model_inputs([row.request.pictures for row in rows], ids),
         )
 
     def _completion(self, row: _Row) -> Completion:

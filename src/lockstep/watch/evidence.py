@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -348,11 +348,12 @@ def draws_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> Draw
     """
     if scores.draws is None:
         return DrawStats()
-    columns = scores.logps, scores.entropies, scores.draws.variances, scores.draws.below, scores.draws.upto
-    values = np.stack(as_float64(*columns))
+    sums = scores.draws
+    values = np.stack(as_float64(scores.logps, scores.entropies, sums.variances, sums.below, sums.upto))
     drawn = [s for s in sequences if s.picked]
     if len(drawn) < len(sequences):
         values = values[:, np.repeat([s.picked for s in sequences], [s.length for s in sequences])]
     fresh = None if sequences[0].fresh is None else flat(drawn, "fresh")
     lengths = [s.length for s in drawn]
-    return measure_draws(TokenDraws(*values), column(drawn, "behaviour_logps"), lengths, fresh)
+    found = replace(TokenDraws(*values), classes=None if sums.classes is None else sums.classes.values())
+    return measure_draws(found, column(drawn, "behaviour_logps"), lengths, fresh)

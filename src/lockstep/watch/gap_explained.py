@@ -261,7 +261,7 @@ def decompose(
     gaps = {name: mean_gap(scores(how), fresh) for name, how in dtypes.items()}
     nearest = min(gaps, key=lambda name: gaps[name], default="")
     parts = split_gap(gap, stale, limit, raw=raw, other_dtype=gaps.get(nearest))
-    shown = any(c.pictures is not None for c in completions)
+    shown = any(c.pictures for c in completions)
     cause, fix = _reading(parts, nearest, likeliest, (probed, held), again, limit, pictures=shown)
     if not layers and not explained and parts.staleness <= max(parts.numerics, parts.defect):
         routed = routing_differences(model, completions, precision)
@@ -299,7 +299,7 @@ def _answers_again(
 
     None: there is no room for another token, or there are pictures, which `Engine.score` does not take.
     """
-    if any(c.pictures is not None for c in completions):
+    if any(c.pictures for c in completions):
         return None
     try:
         paths = {str(c.key): (*c.prompt_ids.tolist(), *c.token_ids.tolist()) for c in completions}
@@ -383,7 +383,7 @@ def routing_differences(
     """
     inner = causal_model(model)
     same = precision.dtype_of(model) == inner.dtype
-    if same or not has_routers(inner) or any(c.pictures is not None for c in completions):
+    if same or not has_routers(inner) or any(c.pictures for c in completions):
         return None
     differing = pairs = 0
     for c in completions:
