@@ -49,7 +49,7 @@ from lockstep.config.launcher import (
     take_launcher,
     use_one_gpu,
 )
-from lockstep.config.option import CONTEXT, COUNT, SECONDS, SHARE, Bookkeeping, Bounds, option, value_of
+from lockstep.config.option import CONTEXT, COUNT, SECONDS, SHARE, Bookkeeping, Bounds, Part, option, value_of
 from lockstep.config.sampling import FilterFields, InterruptionFields
 from lockstep.config.table import with_key
 from lockstep.devices import has_fast_bf16
@@ -97,6 +97,7 @@ class OnlineConfig(
         group="method",
         common=True,
         bounds=Bounds(0, 1000, usual=(0, 1)),
+        part=Part.STEPS,
     )
     bf16: bool | None = option(
         None,
@@ -122,10 +123,15 @@ class OnlineConfig(
         group="data",
         only_with="texts",
     )
-    shuffle_dataset: bool = option(True, "Shuffle the training prompts every epoch.", group="data")
+    shuffle_dataset: bool = option(
+        True, "Shuffle the training prompts every epoch.", group="data", part=Part.RUN
+    )
 
     reward_weights: list[float] | None = option(
-        None, "One weight per reward function; default: 1 each.", group="reward"
+        None,
+        "One weight per reward function; default: 1 each.",
+        group="reward",
+        part=Part.REWARDS,
     )
     reward_timeout: float = option(
         600.0,
@@ -133,6 +139,7 @@ class OnlineConfig(
         group="reward",
         bounds=SECONDS,
         bookkeeping=Bookkeeping.WAITING,
+        part=Part.REWARDS,
     )
     max_unscored_generations: int = option(
         10,
@@ -140,6 +147,7 @@ class OnlineConfig(
         group="reward",
         bounds=COUNT,
         bookkeeping=Bookkeeping.PATIENCE,
+        part=Part.RUN,
     )
     resume_with_changes: bool = option(
         False,
@@ -147,6 +155,7 @@ class OnlineConfig(
         "has changed.",
         group="saving",
         bookkeeping=Bookkeeping.RESUMING,
+        part=Part.RUN,
     )
     rehearse_rewards: bool = option(
         True,
@@ -154,6 +163,7 @@ class OnlineConfig(
         "errors early.",
         group="reward",
         bookkeeping=Bookkeeping.REHEARSAL,
+        part=Part.REWARDS,
     )
     recheck_rewards: bool = option(
         True,
@@ -162,18 +172,21 @@ class OnlineConfig(
         group="reward",
         bookkeeping=Bookkeeping.COMPARISON,
         only_with="plain_rewards",
+        part=Part.REWARDS,
     )
     vllm_importance_sampling_correction: bool = option(
         True,
         "Weight tokens by the measured trainer / engine ratio, after the gap has passed.",
         group="proofs",
         only_with="token_weights",
+        part=Part.LEARNING,
     )
     vllm_importance_sampling_mode: CorrectionMode = option(
         "token_truncate",
         "How such a weight is bounded; see lockstep.algorithms.corrections.",
         group="proofs",
         only_with="correction",
+        part=Part.LEARNING,
     )
     vllm_importance_sampling_clip_max: float | None = option(
         3.0,
@@ -181,9 +194,15 @@ class OnlineConfig(
         group="proofs",
         bounds=Bounds(0, above=True, infinite=True),
         only_with="correction",
+        part=Part.LEARNING,
     )
     vllm_importance_sampling_clip_min: float | None = option(
-        None, "Lower bound of such a weight.", group="proofs", bounds=Bounds(0), only_with="correction"
+        None,
+        "Lower bound of such a weight.",
+        group="proofs",
+        bounds=Bounds(0),
+        only_with="correction",
+        part=Part.LEARNING,
     )
 
     use_vllm: bool | None = option(
@@ -222,6 +241,7 @@ class OnlineConfig(
         "generations are sampled ahead: by a server while the trainer learns, in this process before it learns. "
         "0: they take turns.",
         group="server",
+        part=Part.LEARNING,
     )
     vllm_model_impl: str = option(
         "vllm",
@@ -268,6 +288,7 @@ class OnlineConfig(
         "(router_aux_loss_coef in its config). 0: none.",
         group="method",
         bounds=Bounds(0),
+        part=Part.LEARNING,
     )
     token_budget: int | None = option(
         None,
@@ -605,21 +626,31 @@ class GroupConfig(OnlineConfig):
         group="sampling",
         bounds=COUNT,
         only_with="held_out",
+        part=Part.HELD_OUT,
     )
     max_completion_length: int = option(
         512, "Largest number of tokens of a completion.", group="sampling", common=True, bounds=COUNT
     )
     generation_batch_size: int | None = option(
-        None, "Completions per generation, over all ranks.", group="method", bounds=COUNT
+        None,
+        "Completions per generation, over all ranks.",
+        group="method",
+        bounds=COUNT,
+        part=Part.LEARNING,
     )
     steps_per_generation: int | None = option(
         None,
         "Micro-batches per generation; default: gradient_accumulation_steps.",
         group="method",
         bounds=COUNT,
+        part=Part.LEARNING,
     )
     num_iterations: int = option(
-        1, "Passes over each generation (μ in the GRPO paper).", group="method", bounds=COUNT
+        1,
+        "Passes over each generation (μ in the GRPO paper).",
+        group="method",
+        bounds=COUNT,
+        part=Part.LEARNING,
     )
     epsilon: float = option(
         0.2,
@@ -627,6 +658,7 @@ class GroupConfig(OnlineConfig):
         group="method",
         bounds=Bounds(0, infinite=True),
         only_with=("several_steps", "clip"),
+        part=Part.LEARNING,
     )
     epsilon_high: float | None = option(
         None,
@@ -634,6 +666,7 @@ class GroupConfig(OnlineConfig):
         group="method",
         bounds=Bounds(0, infinite=True),
         only_with=("several_steps_or_cispo", "upper_clip"),
+        part=Part.LEARNING,
     )
     beta: float = option(
         0.0,
@@ -641,20 +674,26 @@ class GroupConfig(OnlineConfig):
         group="method",
         common=True,
         bounds=Bounds(0),
+        part=Part.LEARNING,
     )
     mask_truncated_completions: bool = option(
         False,
         "Leave completions cut at the length limit out of the loss (not out of the proof).",
         group="method",
+        part=Part.LEARNING,
     )
     no_positive_resampling: float | None = option(
         None,
         "Mean reward of a group from which its prompt is left out of later passes over the data; unset: none "
         "is left out.",
         group="method",
+        part=Part.RUN,
     )
     sync_ref_model: bool = option(
-        False, "Let the reference model follow the policy (TR-DPO).", group="method"
+        False,
+        "Let the reference model follow the policy (TR-DPO).",
+        group="method",
+        part=Part.STEPS,
     )
     ref_model_mixup_alpha: float = option(
         0.6,
@@ -662,9 +701,15 @@ class GroupConfig(OnlineConfig):
         group="method",
         bounds=SHARE,
         only_with="moving_reference",
+        part=Part.STEPS,
     )
     ref_model_sync_steps: int = option(
-        512, "Optimizer steps between two syncs.", group="method", bounds=COUNT, only_with="moving_reference"
+        512,
+        "Optimizer steps between two syncs.",
+        group="method",
+        bounds=COUNT,
+        only_with="moving_reference",
+        part=Part.STEPS,
     )
 
     @property
