@@ -2113,8 +2113,8 @@ MUTATIONS = [
     Mutation("a start after the checkpoint", "reversed(before) if", "reversed(entries) if", CHECKPOINTS),
     Mutation(
         "a field that another one sets",
-        '"do_eval": about(bookkeeping=Bookkeeping.LOGS, only_with="evaluation")',
-        '"do_eval": about(only_with="evaluation")',
+        '"do_eval": about(bookkeeping=Bookkeeping.LOGS, only_with="evaluation"',
+        '"do_eval": about(only_with="evaluation"',
         CHECKPOINTS,
     ),
     Mutation("a field declared again", "{**ours.get(name, {}), **said}", "said", ONE_PLACE),

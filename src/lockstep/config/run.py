@@ -172,7 +172,7 @@ class OnlineConfig(
         group="reward",
         bookkeeping=Bookkeeping.COMPARISON,
         only_with="plain_rewards",
-        part=Part.REWARDS,
+        part=Part.LEARNING,
     )
     vllm_importance_sampling_correction: bool = option(
         True,
