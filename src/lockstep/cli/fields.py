@@ -37,7 +37,7 @@ from lockstep.cli.help import (
     recipe_file,
     underscored,
 )
-from lockstep.config.checks import check_bounds
+from lockstep.config.checks import check_bounds, words_of_command
 from lockstep.config.effect import NOTHING_OF, say_without_effect, set_fields, tell_no_effect
 from lockstep.config.option import COUNT, SEED, Bounds, Part, option
 from lockstep.config.table import with_key
@@ -474,6 +474,8 @@ def check_inputs(arguments: AdaptedRunArguments) -> None:
         place_of(arguments.agent, "agent")
         if arguments.agent_command is not None:
             raise InputError("agent and agent_command are two agents; give one of them")
+    if arguments.agent_command is not None:
+        words_of_command(arguments.agent_command)
     check_model(arguments.model_name_or_path)
 
 

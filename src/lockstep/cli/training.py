@@ -45,7 +45,7 @@ from lockstep.errors import InputError
 from lockstep.files import temporary_folder
 from lockstep.progress import busy, told_to, watched_by
 from lockstep.safe_text import complain, say
-from lockstep.start_up import collector_off
+from lockstep.start_up import collector_off, import_peft
 
 
 def load_config(
@@ -65,6 +65,7 @@ def load_config(
     """
     with busy("loading PyTorch and transformers"), collector_off():
         quiet_libraries()
+        import_peft()
         arguments, config = build(given, config_class(), arguments_class)
     if not given.dry_run:
         return arguments, config

@@ -59,6 +59,7 @@ from lockstep.errors import InputError, one_line
 from lockstep.extensions import SHARDINGS, load
 from lockstep.models.arithmetic import Precision, liger_config
 from lockstep.models.policy import check_init_kwargs
+from lockstep.private_caches import expanded
 from lockstep.safe_text import masked, without_secrets
 from lockstep.shards.settings import Sharding, switched_on, take_settings
 from lockstep.tokens.chat import NAME_IN_TEMPLATES, TemplateClock
@@ -70,6 +71,10 @@ def engine_dtype(name: str) -> torch.dtype:
 
 
 _logger = logging.getLogger(__name__)
+
+# A rank may wait for all generations that are sampled ahead. With the usual limit of 7200 s for each, 1000 of them are
+# nearly `LONGEST_WAIT`.
+MOST_STALENESS = Bounds(0, 1000, usual=(0, 64))
 
 
 @dataclass
@@ -117,9 +122,7 @@ class OnlineConfig(
     )
     add_special_tokens: bool = option(
         True,
-        "Add the tokenizer's special tokens (such as a begin token) to prompts that are text, as TRL does. "
-        "Off: a text is "
-        "all of its prompt.",
+        "Add the tokenizer's special tokens (such as a begin token) to prompts that are text, as TRL does.",
         group="data",
         only_with="texts",
     )
@@ -151,8 +154,7 @@ class OnlineConfig(
     )
     resume_with_changes: bool = option(
         False,
-        "Resume although the data, a reward function or a setting has changed since. The receipt says what "
-        "has changed.",
+        "Resume although the data, a reward function or a setting has changed since.",
         group="saving",
         bookkeeping=Bookkeeping.RESUMING,
         part=Part.RUN,
@@ -241,6 +243,7 @@ class OnlineConfig(
         "generations are sampled ahead: by a server while the trainer learns, in this process before it learns. "
         "0: they take turns.",
         group="server",
+        bounds=MOST_STALENESS,
         part=Part.LEARNING,
     )
     vllm_model_impl: str = option(
@@ -390,6 +393,10 @@ class OnlineConfig(
             # As the user has set them: a copy of the config asks for the same. The base class has made no plugin from
             # them.
             self.fsdp, self.fsdp_config = True, self.shards.fields
+        for name in ("vllm_server_url_file", "vllm_server_key_file"):
+            if given := getattr(self, name):
+                # They are read again while the run lasts, and a reward function may change the working directory.
+                setattr(self, name, str(expanded(given).absolute()))
         if self.vllm_server_base_url is not None or self.vllm_server_url_file is not None:
             self.vllm_mode = "server"
         self.refuse_other_values()

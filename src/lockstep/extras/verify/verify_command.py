@@ -30,6 +30,7 @@ from lockstep.extras.verify.sizes import SIZES
 from lockstep.files import check_writable, what_is_at
 from lockstep.progress import busy, watched_by
 from lockstep.safe_text import complain, say
+from lockstep.start_up import collector_off, import_peft
 
 if TYPE_CHECKING:
     # It needs torch.
@@ -80,8 +81,9 @@ def run(words: list[str]) -> int:
         _check_asked(asked, given.values)
     from lockstep.progress import StatusLine
 
-    with watched_by(StatusLine()), busy("loading PyTorch and transformers"):
+    with watched_by(StatusLine()), busy("loading PyTorch and transformers"), collector_off():
         quiet_libraries()
+        import_peft()
         from lockstep.learn.methods.grpo import GRPOConfig
 
         arguments, config = build(given, GRPOConfig, VerifyArguments)
