@@ -121,7 +121,7 @@ vllm.v1.worker.gpu.sample.sampler
   Sampler.sample(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np)  # replaced: port/kept_ids.py
   Sampler@return_sampling_mask
   Sampler@logprobs_mode
-  Sampler._sample_random(processed_logits, expanded_idx_mapping, idx_mapping_np, pos)  # replaced: sampling_faults.py
+  Sampler._sample_random(processed_logits, expanded_idx_mapping, idx_mapping_np, pos)  # replaced: draw_faults.py
 vllm.v1.worker.gpu.sample.output
   SamplerOutput@sampling_mask_tensors
   SamplingMaskTensors@counts

@@ -3,11 +3,11 @@
     git worktree add ../before COMMIT
     make two-trees ARGS="--other ../before"     (six minutes on two cores)
 
-Both processes train the recipe with the same seed and the same packages; each imports `src/` of its own tree, with
-vLLM in the process. Only one takes a step at a time: while one works, the other waits for a line. The order changes
-with every pair, so that what the machine does meanwhile falls on both. Prints for each pair the seconds of both, and
-at the end the median of the ratios (this tree / the other) with its 95 % interval from order statistics. Losses and
-gradient norms are compared too: `equal` says whether both trees printed the same figures in every step.
+Both processes train the recipe with the same seed and the same packages; each imports `src/` and `benchmarks/` of its
+own tree, with vLLM in the process. Only one takes a step at a time: while one works, the other waits for a line. The
+order changes with every pair, so that what the machine does meanwhile falls on both. Prints for each pair the seconds
+of both, and at the end the median of the ratios (this tree / the other) with its 95 % interval from order statistics.
+Losses and gradient norms are compared too: `equal` says whether both trees printed the same figures in every step.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def _started(tree: Path, folder: Path, pairs: int) -> AnsweringProcess:
     folder.mkdir()
     env = {**os.environ, "PYTHONPATH": str(tree / "src")}
     command = ["benchmarks.host.two_trees_inside", str(tree), str(folder / "run"), str(_WARM_UP + pairs)]
-    return AnsweringProcess(command, folder / "log", with_tunables(env, kernel_setting()) or env)
+    return AnsweringProcess(
+        command, folder / "log", with_tunables(env, kernel_setting()) or env, cwd=str(tree)
+    )
 
 
 def summary(pairs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -124,6 +124,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     import lockstep.watch.engine as proofs
     import lockstep.watch.evidence as evidence
     import lockstep.watch.run as watch
+    from lockstep.learn.id_classes import TokenClasses
     from lockstep.learn.token_logps import DrawSums
     from lockstep.learn.update import Policy
     from lockstep.watch.advantages import AdvantageProof
@@ -155,6 +156,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("samples", Seeds, ("check",)),
         ("kept_ids", KeptSetProof, ("check",)),
         ("kept_ids", KeptSetStats, ("check_mean",)),
+        ("draws", TokenClasses, ("__init__",)),
         ("draws", DrawSums, ("of_rows", "of_sets")),
         ("draws", evidence, ("draws_of",)),
         ("draws", DrawEvidence, ("add", "check")),

@@ -13,14 +13,18 @@ from unittest.mock import patch
 import pytest
 import torch
 from methods import ALONE, FIELDS, GROUPS, PAIRS, StopAfter, lora, make
+from peft import LoraConfig, get_peft_model
 from tiny import perturbed
 from transformers import TrainerCallback
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.learn import policy_and_reference as references
+from lockstep.models.adapters import base_alone
 from lockstep.models.arithmetic import Precision
-from lockstep.watch.reference import ReferenceOutputs
+from lockstep.models.policy import load_policy
+from lockstep.watch import reference
+from lockstep.watch.reference import ReferenceOutputs, _logps
 
 KL: dict[str, dict[str, Any]] = {
     "GRPO": {**GROUPS, "beta": 0.1},
@@ -124,7 +128,8 @@ def test_a_reference_with_trained_weights_stops_the_run(
         run, how = begun(), {"resume_from_checkpoint": True}
     after = {"start": 0, "middle": 2, "resume": 2}[begins]
     run.add_callback(Begin(after, lambda: fault(run, monkeypatch)))
-    assert stopped(run, **how) == ("reference_outputs", after if begins == "middle" else after + 1)
+    # At the start the reference and the policy are alike: the fault has no effect before the first step.
+    assert stopped(run, **how) == ("reference_outputs", after + 1 if begins == "start" else after)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
@@ -154,9 +159,89 @@ def test_a_reference_that_follows_the_policy_begins_anew_and_is_compared_between
     follows = {"sync_ref_model": True, "ref_model_sync_steps": 3, "max_steps": 8}
     made("GRPO", untied_dir, tmp_path / "clean", hf_engine, False, False, **follows).train()
     run = made("GRPO", untied_dir, tmp_path, hf_engine, False, False, **follows)
-    # The reference has followed after step 3. The generation after step 4 has the same one.
-    run.add_callback(Begin(3, lambda: policy_scores(run, monkeypatch)))
+    # The reference has followed after step 3. The generations after steps 4 and 5 have the same one.
+    run.add_callback(Begin(4, lambda: policy_scores(run, monkeypatch)))
     assert stopped(run) == ("reference_outputs", 4)
+
+
+def twice_the_share(run: Any) -> None:
+    real = run.reference.follow
+    run.reference.follow = lambda share: real(min(1.0, 2 * share))
+
+
+def never(run: Any) -> None:
+    run.reference.follow = lambda share: None
+
+
+def one_tensor_stays(run: Any) -> None:
+    real, kept = run.reference.follow, next(run.reference.own.parameters())
+
+    def follow(share: float) -> None:
+        before = kept.detach().clone()
+        real(share)
+        kept.data.copy_(before)
+
+    run.reference.follow = follow
+
+
+def in_every_step(run: Any) -> None:
+    run.config.ref_model_sync_steps, real = 1, run.watch.moving_reference
+
+    def thinks_of_three(reference: Any) -> Any:
+        run.config.ref_model_sync_steps = 3
+        found = real(reference)
+        run.config.ref_model_sync_steps = 1
+        return found
+
+    run.watch.moving_reference = thinks_of_three
+
+
+MOVES = ((twice_the_share, 3), (never, 3), (one_tensor_stays, 3), (in_every_step, 1))
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("fault", "step"), MOVES, ids=[fault.__name__ for fault, _ in MOVES])
+def test_a_reference_that_follows_by_another_rule_stops_the_run(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, fault: Any, step: int, bf16: bool
+) -> None:
+    follows = {
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 3,
+        "ref_model_mixup_alpha": 0.3,
+        "max_steps": 4,
+    }
+    run = made("GRPO", untied_dir, tmp_path, hf_engine, bf16, False, **follows)
+    fault(run)
+    assert stopped(run) == ("reference_outputs", step)
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora with dropout": {"use_rslora": True, "lora_dropout": 0.3},
+    "dora": {"use_dora": True},
+    "head trained whole": {"modules_to_save": ["lm_head"]},
+    "ids of the embedding": {"trainable_token_indices": {"embed_tokens": [3, 4]}},
+}
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_the_base_alone_gives_the_bits_of_an_adapter_that_is_switched_off(
+    untied_dir: str, kind: str, bf16: bool
+) -> None:
+    model = get_peft_model(
+        load_policy(untied_dir), LoraConfig(target_modules=["q_proj", "up_proj"], **ADAPTERS[kind])
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter) if parameter.requires_grad else 0.0)
+    precision = Precision(torch.bfloat16) if bf16 else Precision()
+    with references.without_adapter(model):
+        due = _logps(model.get_base_model(), precision)
+    with base_alone(model.get_base_model()):
+        found = _logps(model.get_base_model(), precision)
+    assert torch.equal(found, due)
+    assert not torch.equal(_logps(model.get_base_model(), precision), due)
 
 
 @pytest.mark.parametrize("wrong", [False, True], ids=["honest", "wrong"])
@@ -174,13 +259,15 @@ def test_a_forward_that_does_not_repeat_its_bits_is_held_to_the_limits_on_a_gap(
 
 
 def test_what_may_change_the_bits_of_an_honest_reference_begins_anew(
-    untied_dir: str, tmp_path: Path, hf_engine: Engine
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(reference, "_second_way", lambda *given: None)
     policy = made("GRPO", untied_dir, tmp_path, hf_engine, False, False).loop.policy()
     proof, weights, threads, seeds = ReferenceOutputs(), object(), torch.get_num_threads(), count()
 
     def check(frozen: Any) -> None:
-        proof.check(replace(policy, model=perturbed(policy.model, seed=next(seeds))), frozen, Precision())
+        other = perturbed(policy.model, seed=next(seeds))
+        proof.check(replace(policy, model=other), policy.model, frozen, Precision())
 
     check(None)
     check(weights)

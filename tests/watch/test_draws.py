@@ -13,7 +13,15 @@ import torch
 
 from lockstep.errors import ProofError
 from lockstep.learn.token_logps import DrawSums
-from lockstep.watch.draws import BETS, FALSE_ALARM, DrawEvidence, DrawStats, TokenDraws, measure_draws
+from lockstep.watch.draws import (
+    BETS,
+    FALSE_ALARM,
+    LIKELIHOOD,
+    DrawEvidence,
+    DrawStats,
+    TokenDraws,
+    measure_draws,
+)
 
 Choice = Callable[[torch.Tensor], torch.Tensor]
 _LIMIT = -math.log(FALSE_ALARM)
@@ -63,7 +71,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("bet", BETS)
+@pytest.mark.parametrize("bet", LIKELIHOOD)
 def test_a_bet_pays_one_on_average(name: str, bet: str) -> None:
     """The sum over the whole vocabulary of p × pay, which is the sum of r."""
     vocabulary = ROWS[name].shape[1]
@@ -202,7 +210,7 @@ def test_the_parts_of_a_generation_add_up_to_the_whole() -> None:
     whole = measure_draws(draws, behaviour, [10, 20, 10], fresh)
     parts = DrawStats()
     for start, end in ((0, 10), (10, 40)):
-        part = TokenDraws(*(getattr(draws, f.name)[start:end] for f in fields(TokenDraws)))
+        part = TokenDraws(*(getattr(draws, f.name)[start:end] for f in fields(TokenDraws)[:5]))
         lengths = [10] if start == 0 else [20, 10]
         parts = parts + measure_draws(part, behaviour[start:end], lengths, fresh[start:end])
     assert (parts.tokens, parts.fresh, parts.completions) == (whole.tokens, whole.fresh, whole.completions)

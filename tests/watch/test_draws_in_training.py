@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from methods import ALONE, GROUPS, INTERRUPTED, PAIRS, StopAfter, make
+from transformers import TrainerCallback
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
+from lockstep.watch import draws
 from lockstep.watch.receipt import RECEIPT, read_receipt
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,6 +71,56 @@ def test_a_run_stops_when_the_engine_does_not_draw(
     with pytest.raises(ProofError) as failed:
         run.train()
     assert failed.value.check == "draws"
+
+
+class _BreaksAfter(TrainerCallback):
+    """From a step on, the engine samples no odd id, and reports the right log-probs."""
+
+    def __init__(self, step: int, patch: pytest.MonkeyPatch) -> None:
+        self._step, self._patch, self._real = step, patch, torch.multinomial
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            self._patch.setattr(torch, "multinomial", self._even)
+
+    def _even(self, p: torch.Tensor, count: int, **more: Any) -> torch.Tensor:
+        return self._real(torch.where(torch.arange(p.shape[-1]) % 2 == 1, 0.0, p), count, **more)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.98}], ids=["whole rows", "kept sets"])
+def test_a_part_of_the_vocabulary_that_is_left_out_from_the_middle_of_a_run_on_stops_it(
+    filters: dict[str, Any],
+    untied_dir: str,
+    tmp_path: Path,
+    hf_engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fields = {**GROUPS, **filters, "max_completion_length": 12, "max_steps": 12}
+    run = make("GRPO", untied_dir, tmp_path, hf_engine, fields, callbacks=[_BreaksAfter(2, monkeypatch)])
+    with pytest.raises(ProofError, match="ids whose remainder by 2 is") as failed:
+        run.train()
+    assert failed.value.check == "draws"
+    assert len(steps(tmp_path)) > 2
+
+
+def test_a_resumed_run_stops_too(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins with the receipt of a version that had fewer bets."""
+    fields = {
+        **GROUPS,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 12,
+        "max_completion_length": 12,
+    }
+    with monkeypatch.context() as older:
+        older.setattr(draws, "BETS", draws.LIKELIHOOD)
+        make("GRPO", untied_dir, tmp_path, hf_engine, fields, callbacks=[StopAfter(2)]).train()
+    assert set(steps(tmp_path)[-1]["draws"]["held"]) == set(draws.LIKELIHOOD)
+    run = make("GRPO", untied_dir, tmp_path, hf_engine, fields, callbacks=[_BreaksAfter(3, monkeypatch)])
+    with pytest.raises(ProofError, match="ids whose remainder by 2 is"):
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_completions_that_a_rollout_func_made_are_not_bet_on(

@@ -118,6 +118,8 @@ def test_every_proof_of_the_watch_is_made_at_its_event(
         "max_steps": 2,
         "top_p": 0.9,
         "seed": 10,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 2,
     }
     run = make(
         "GRPO",

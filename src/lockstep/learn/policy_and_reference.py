@@ -188,6 +188,8 @@ def _init_kwargs(args: OnlineConfig, quantization_config: Any, peft_config: Any)
 
 
 FILE = "reference.safetensors"
+# Before the names of the weights of a separate reference model.
+OF_REFERENCE = "reference."
 
 
 class Reference:
@@ -231,7 +233,11 @@ class Reference:
     @property
     def own_weights(self) -> dict[str, torch.Tensor]:
         """The weights of a separate reference model, by name; empty if there is none."""
-        return {f"reference.{n}": p for n, p in self._own.named_parameters()} if self._own is not None else {}
+        return (
+            {f"{OF_REFERENCE}{n}": p for n, p in self._own.named_parameters()}
+            if self._own is not None
+            else {}
+        )
 
     def to(self, device: torch.device) -> None:
         """Move the reference to the trainer's device if it is a separate model."""

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.devices import sent
 from lockstep.errors import ProofError
 from lockstep.learn.filters import Edits, RowRules, is_banned
+from lockstep.learn.id_classes import TokenClasses
 from lockstep.models.arithmetic import autocast_dtype
 from lockstep.tokens.arrays import Ids, KeptIds
 
@@ -41,6 +42,7 @@ class DrawSums:
 
     Args:
         wanted: (N,) bool on the host, the tokens whose sums are needed. Those of the others may stay NaN.
+        classes: of the wanted tokens, which are filled in too; None: they are not needed.
 
     Attributes:
         variances: (N,) variance of log p under the token's own distribution p, in nats².
@@ -48,11 +50,19 @@ class DrawSums:
         upto: (N,) mass of the ids that are at most as likely as the token, the token included.
     """
 
-    def __init__(self, wanted: torch.Tensor, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        wanted: torch.Tensor,
+        device: torch.device | str = "cpu",
+        classes: TokenClasses | None = None,
+    ) -> None:
         self.variances, self.below, self.upto = torch.full(
             (3, len(wanted)), torch.nan, device=device
         ).unbind()
+        self.classes = classes
         self._wanted = wanted
+        # The number of each wanted token among them.
+        self._numbers = wanted.cumsum(0) - 1
         self._known: set[int] = set()
 
     @torch.no_grad()
@@ -81,18 +91,24 @@ class DrawSums:
             return
         self._known.add(start)
         wanted = self._wanted[places].nonzero()[:, 0]
+        numbers = sent(self._numbers[places[wanted]], rows.device)
         places, wanted = sent(places[wanted], rows.device), sent(wanted, rows.device)
         rows, targets = rows[wanted], targets[wanted]
         own = probabilities[rows, targets]
         is_cpu = probabilities.device.type == "cpu"
         if is_cpu and probabilities.shape[-1] >= LONG_ROW:
             self._one_by_one(places, rows, own, probabilities, scaled, means)
+            if self.classes is not None:
+                for few in torch.arange(len(rows)).split(_TOKENS_AT_ONCE):
+                    self.classes.fill(numbers[few], probabilities[rows[few]])
             return
         step = _TOKENS_AT_ONCE if is_cpu else _TOKENS_AT_ONCE_ON_GPU
         for first in range(0, len(rows), step):
             part = slice(first, first + step)
             here, where = rows[part], places[part]
             p, z = probabilities[here], scaled[here]
+            if self.classes is not None:
+                self.classes.fill(numbers[part], p)
             mask = torch.empty_like(p)
             self.below[where] = torch.lt(p, own[part, None], out=mask).mul_(p).sum(-1).to(self.below)
             self.upto[where] = torch.le(p, own[part, None], out=mask).mul_(p).sum(-1).to(self.below)
@@ -124,9 +140,7 @@ class DrawSums:
     @torch.no_grad()
     def of_sets(
         self,
-        tokens: torch.Tensor,
-        sizes: torch.Tensor,
-        own: torch.Tensor,
+        kept: KeptSets,
         probabilities: torch.Tensor,
         scaled: torch.Tensor,
         means: torch.Tensor,
@@ -134,19 +148,32 @@ class DrawSums:
         """Fill in all N tokens, each with a set of ids of its own. The sets are one flat array, set after set.
 
         Args:
-            tokens: (M,) the token of each id.
-            sizes: (N,) number of ids of each set.
-            own: (N,) place of each token's own id among the M ids.
             probabilities, scaled: (M,) distribution and logits of the sets.
             means: (N,) Σ probabilities × scaled of each set.
         """
-        limits = probabilities[own][tokens]
+        tokens, sizes = kept.tokens, kept.sizes
+        limits = probabilities[kept.targets][tokens]
         for found, values in (
             (self.below, probabilities * (probabilities < limits)),
             (self.upto, probabilities * (probabilities <= limits)),
             (self.variances, probabilities * (scaled - means[tokens]) * (scaled - means[tokens])),
         ):
             found.copy_(torch.segment_reduce(values, "sum", lengths=sizes, unsafe=True))
+        if self.classes is not None:
+            self._classes_of_sets(self.classes, kept, probabilities)
+
+    def _classes_of_sets(self, classes: TokenClasses, kept: KeptSets, probabilities: torch.Tensor) -> None:
+        """Fill in the classes from whole rows, a few at a time, in which ids outside of a set have no mass."""
+        wanted, device = self._wanted.nonzero()[:, 0].numpy(), probabilities.device
+        ends, sizes = kept.host.ends, kept.host.sizes
+        for first in range(0, len(wanted), _TOKENS_AT_ONCE_ON_GPU):
+            own = wanted[first : first + _TOKENS_AT_ONCE_ON_GPU]
+            places = np.concatenate([np.arange(ends[i] - sizes[i], ends[i]) for i in own])
+            here = sent(torch.from_numpy(places), device)
+            rows = sent(torch.from_numpy(np.repeat(np.arange(len(own)), sizes[own])), device)
+            p = probabilities.new_zeros(len(own), classes.vocabulary)
+            p[rows, kept.ids[here]] = probabilities[here]
+            classes.fill(torch.arange(first, first + len(own), device=device), p)
 
 
 Head = Callable[[torch.Tensor], torch.Tensor]
@@ -554,7 +581,7 @@ class _KeptLogps(torch.autograd.Function):
         means = _sums(probabilities * scaled, kept)
         entropy = normaliser - means
         if draws is not None:
-            draws.of_sets(kept.tokens, kept.sizes, kept.targets, probabilities, scaled, means)
+            draws.of_sets(kept, probabilities, scaled, means)
         ctx.save_for_backward(probabilities, entropy)
         ctx.kept, ctx.temperature = kept, temperature
         ctx.set_materialize_grads(False)

@@ -29,6 +29,7 @@ from lockstep.errors import foreign_errors
 from lockstep.learn.events import Evidence, LossWatch
 from lockstep.learn.experts import Routing, Shares, balance_loss
 from lockstep.learn.filters import IdRules
+from lockstep.learn.id_classes import Classes
 from lockstep.learn.methods.objective import Objective, Scores, Tally, TokenBatch
 from lockstep.learn.pack import Pack, pack_rows, pack_sequences
 from lockstep.learn.ranks import sum_gradients
@@ -229,7 +230,7 @@ class Policy:
                 fp32_head=config.cast_lm_head_to_fp32,
                 critic=self.critic,
                 rules=self.rules,
-                draws=before_steps and any(s.picked for s in pack.sequences),
+                draws=self._classes(config, pack) if before_steps else None,
                 routing=routing,
             )
             shards = sharded(self.model)
@@ -237,6 +238,17 @@ class Policy:
         if evidence is not None:
             evidence.rows(pack, scores.logps.detach(), seen[-1], before_steps=before_steps)
         return scores
+
+    def _classes(self, config: OnlineConfig, pack: Pack) -> Classes | None:
+        """The classes of ids on which the draws proof bets; None: no sequence of the pack is picked."""
+        if not any(s.picked for s in pack.sequences):
+            return None
+        rules = self.rules
+        return (
+            Classes((), config.seed)
+            if rules is None
+            else Classes(rules.end_ids, config.seed, rules.vocabulary)
+        )
 
     def route(self, pack: Pack) -> Routing:
         """How the routers distribute a pack's positions over experts, without gradient."""
@@ -295,8 +307,8 @@ def learn(
         index: of the micro-batch within its generation, over all ranks.
 
     Raises:
-        ProofError: a sequence brings something else, the forward gives other log-probs than a plain one, or the
-            gradient of a log-prob is not what the method's formula gives.
+        ProofError: a sequence brings something else than was sampled, the forward gives other log-probs than a plain
+            one, or the gradient of a log-prob is not what the method's formula gives.
     """
     with policy.casts_kept():
         return _learn(policy, sequences, objective, clock, sums, watch, router, index)
@@ -318,6 +330,7 @@ def _learn(
     learned: list[tuple[TokenBatch, TokenScores]] = []
     losses: list[torch.Tensor] = []
     with clock.phase("forward_backward"):
+        # A proof may want a drawn part of them in packs of its own.
         apart = watch.micro_batch(index, sequences, moving)
         for pack in (pack for own in apart for pack in policy.packs(own, config)):
             with policy.learning():

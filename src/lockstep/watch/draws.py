@@ -1,9 +1,9 @@
 """The draws proof: every token was drawn from the distribution whose log-prob the engine reported.
 
-An engine that samples at another temperature, cuts the tail or keeps the better of two tokens, and reports the right
-log-probs, has no gap. The proof bets against such engines on every sampled token of drawn rollouts. The product of
-the pays is the evidence of a bet. Without a fault it has mean 1 at any time, so it exceeds 1e6 in at most one of a
-million runs of any length (Ville's inequality). Why the mean is 1:
+An engine that samples at another temperature, cuts the tail, keeps the better of two tokens or never ends, and reports
+the right log-probs, has no gap. The proof bets against such engines on every sampled token of drawn rollouts. The
+product of the pays is the evidence of a bet. Without a fault it has mean 1 at any time, so it exceeds 1e6 in at most
+one of a million runs of any length (Ville's inequality). Why the mean is 1:
 
 - The pay of a token has mean 1, whatever came before it: its bet is fixed before the token is sampled.
 - The seed and the number of the generation alone decide which rollouts are drawn (`learn/generation.py`). Neither a
@@ -17,7 +17,8 @@ The evidence is of the whole run: the receipt keeps it, and a resumed run goes o
 
 Proof `draws`.
 Shows: every token was drawn from the distribution whose log-prob the engine reported: no other temperature, no cut
-tail, no better one of two (docs/internals/proof.md#draws).
+tail, no better one of two; no end token, earlier id or part of the vocabulary comes too rarely or too often
+(docs/internals/proof.md#draws).
 Does not show: a fault that is smaller than the tokens of the run can show; a choice between samples that looks at
 nothing but a reward; what a `rollout_func` returned.
 When: every step that has drawn rollouts (docs/internals/proof.md#groups-without-a-gradient), before the optimizer:
@@ -42,6 +43,9 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.errors import ProofError
+from lockstep.learn.id_classes import ClassValues
+from lockstep.tokens.arrays import Flags
+from lockstep.watch.id_bets import IdBet, bets_on_context, bets_on_parts
 
 Values = NDArray[np.float64]
 
@@ -55,6 +59,7 @@ class TokenDraws:
         entropies, variances: (N,) entropy of p, and variance of log p under p.
         below: (N,) mass of the ids that are less likely than the token.
         upto: (N,) mass of the ids that are at most as likely, the token included.
+        classes: the classes of ids that each token is of, with their masses; None: nobody bets on them.
     """
 
     logps: Values
@@ -62,6 +67,7 @@ class TokenDraws:
     variances: Values
     below: Values
     upto: Values
+    classes: ClassValues | None = None
 
     @cached_property
     def surprises(self) -> Values:
@@ -82,10 +88,22 @@ class TokenDraws:
 
 @dataclass(frozen=True, slots=True)
 class Bet:
-    """One bet: what the engine does if it wins, in the words of an error, and (N,) log(r ÷ p) of the sampled tokens."""
+    """One bet: what the engine does if it wins, and (N,) log(r ÷ p) of the sampled tokens.
+
+    Attributes:
+        suspicion, reason, remedy: in the words of an error.
+    """
 
     suspicion: str
     log_ratios: Callable[[TokenDraws], Values]
+    reason: str = (
+        "it samples with another temperature or filter than it reports, or something keeps the better of several "
+        "samples"
+    )
+    remedy: str = (
+        "compare the engine's sampling settings with the run's, and look for a program that chooses between "
+        "samples"
+    )
 
 
 def _tilted(size: float) -> Callable[[TokenDraws], Values]:
@@ -149,15 +167,17 @@ def _of_mass(mass: float) -> Callable[[TokenDraws], Values]:
     return lambda draws: np.full_like(draws.logps, mass)
 
 
+_LIKELY, _UNLIKELY = "prefers likely tokens", "prefers unlikely tokens"
+
+
 def _bets() -> dict[str, Bet]:
-    likely, unlikely = "prefers likely tokens", "prefers unlikely tokens"
     short = "leaves out the least likely tokens"
     found: dict[str, Bet] = {}
     for size in (0.02, 0.05, 0.1, 0.2):
-        found[f"tilt +{size}"] = Bet(likely, _tilted(size))
-        found[f"tilt -{size}"] = Bet(unlikely, _tilted(-size))
+        found[f"tilt +{size}"] = Bet(_LIKELY, _tilted(size))
+        found[f"tilt -{size}"] = Bet(_UNLIKELY, _tilted(-size))
     for exponent in (0.7, 1.5, 2.0, 8.0):
-        found[f"rank {exponent}"] = Bet(likely if exponent > 1 else unlikely, _power(exponent))
+        found[f"rank {exponent}"] = Bet(_LIKELY if exponent > 1 else _UNLIKELY, _power(exponent))
     for mass in (0.003, 0.01, 0.03):
         found[f"tail {mass}"] = Bet(short, _cut(_of_mass(mass), 0.02))
     # What min-p and top-k cut grows with how flat the distribution is (fitted to samples of SmolLM2-135M).
@@ -166,11 +186,72 @@ def _bets() -> dict[str, Bet]:
     return found
 
 
+def _on_ids(bet: IdBet) -> Bet:
+    remedy = (
+        "look for what changes logits or ids after the engine has computed its log-probs: a logits processor, a "
+        "plug-in, a mask of ids"
+    )
+
+    def log_ratios(draws: TokenDraws) -> Values:
+        return np.zeros_like(draws.logps) if draws.classes is None else bet.log_ratios(draws.classes)
+
+    return Bet(bet.suspicion, log_ratios, bet.reason, remedy)
+
+
+# From so many sampled tokens on, a token is a late one.
+_LATE = 64
+
+
+def _at_places() -> dict[str, Bet]:
+    """Bets on the first tokens of completions and of what follows an insertion, and on late tokens."""
+
+    def first(classes: ClassValues) -> Flags:
+        return classes.first
+
+    def late(classes: ClassValues) -> Flags:
+        return classes.places >= _LATE
+
+    found: dict[str, Bet] = {}
+    reason = "its settings, its seeds or its kernels differ from place to place of a completion"
+    for where, chosen, words in (
+        (first, "first", "the first tokens"),
+        (late, "late", f"tokens from {_LATE} on"),
+    ):
+        for name, bet in ((n, b) for n, b in LIKELIHOOD.items() if n in _PLACED):
+            found[f"{chosen} {name}"] = Bet(f"{bet.suspicion} at {words}", _where(where, bet), reason)
+    return found
+
+
+_PLACED = ("tilt +0.2", "tilt -0.2", "rank 0.7", "rank 2.0", "rank 8.0")
+
+
+def _where(chosen: Callable[[ClassValues], Flags], bet: Bet) -> Callable[[TokenDraws], Values]:
+    """The bet at some tokens, with r = p at all others."""
+
+    def log_ratios(draws: TokenDraws) -> Values:
+        if draws.classes is None:
+            return np.zeros_like(draws.logps)
+        return np.where(chosen(draws.classes), bet.log_ratios(draws), 0.0)
+
+    return log_ratios
+
+
 # Chosen by their power on samples of SmolLM2-135M (`make draws`).
-BETS = _bets()
+LIKELIHOOD = _bets()
+CONTEXT = {name: _on_ids(bet) for name, bet in bets_on_context()} | _at_places()
+PARTS = {name: _on_ids(bet) for name, bet in bets_on_parts()}
+BETS = {**LIKELIHOOD, **CONTEXT, **PARTS}
+# The share of the stake that each bet has, as a logarithm. The bets on likelihood together have one half.
+SHARES = {
+    name: math.log(share / len(bets))
+    for share, bets in ((0.5, LIKELIHOOD), (0.25, CONTEXT), (0.25, PARTS))
+    for name in bets
+}
 
 # Largest probability that the evidence of a run without a fault ever reaches the limit.
 FALSE_ALARM = 1e-6
+# Digits after the point of the evidence that the receipt keeps.
+_DIGITS = 5
 # Nats that each token pays for the rounding of the log-softmax in fp32, which may be the same in a whole run.
 SLACK = 1e-5
 
@@ -256,7 +337,8 @@ class DrawEvidence:
     """The evidence of a run: over `generations` with tokens to bet on, the logarithm of what each bet has `held`.
 
     A fault may begin late, when a bet has long lost what it had. So each bet starts again at every generation, with a
-    share of the stake: 1 ÷ k(k + 1) at generation k, in all 1. The evidence is the mean of what all bets hold.
+    share of the stake: 1 ÷ k(k + 1) at generation k, in all 1. The evidence is the mean of what all bets hold, by
+    their shares. A bet that the receipt of an older version does not have holds what it would if it had paid 1.
     """
 
     def __init__(self) -> None:
@@ -271,14 +353,15 @@ class DrawEvidence:
         stake = -math.log(self.generations) - math.log(self.generations + 1)
         for name in BETS:
             before = float(np.logaddexp(self.held.get(name, -math.inf), stake))
-            self.held[name] = before + stats.evidence.get(name, 0.0)
+            # Rounded, so that a line of the receipt stays short.
+            self.held[name] = round(before + stats.evidence.get(name, 0.0), _DIGITS)
 
     @property
     def log_evidence(self) -> float:
         """Logarithm of the evidence against the claim. The stakes of later generations count as held."""
         kept = -math.log(self.generations + 1)
-        values = [float(np.logaddexp(held, kept)) for held in self.held.values()] or [0.0]
-        return float(np.logaddexp.reduce(values)) - math.log(len(values))
+        values = [SHARES[name] + float(np.logaddexp(held, kept)) for name, held in self.held.items()]
+        return float(np.logaddexp.reduce(values)) if values else 0.0
 
     @property
     def strongest(self) -> str:
@@ -294,22 +377,23 @@ class DrawEvidence:
         """The evidence that a receipt has kept."""
         found = cls()
         found.generations = int(data["generations"])
-        found.held = {name: float(held) for name, held in data["held"].items() if name in BETS}
+        if found.generations:
+            fair = math.log(found.generations) - math.log(found.generations + 1)
+            found.held = {name: float(data["held"].get(name, fair)) for name in BETS}
         return found
 
     def check(self, version: int, stats: DrawStats) -> None:
         """Check that the evidence is below 1 ÷ `FALSE_ALARM`. Version and stats are those of the last generation."""
         if not self.log_evidence < -math.log(FALSE_ALARM):
+            bet = BETS[self.strongest]
             raise ProofError(
                 "draws",
                 f"at version {version}: the sampled tokens are not draws from the distributions whose "
                 f"log-probs were reported. The evidence is 1e{self.log_evidence / math.log(10):.1f} of "
                 f"{1 / FALSE_ALARM:.0e} after {self.generations} generations, most by the bet "
                 f"'{self.strongest}'; Z {stats.z:+.1f} over the last {stats.fresh} tokens",
-                f"the engine {BETS[self.strongest].suspicion}: it samples with another temperature or "
-                "filter than it reports, or something keeps the better of several samples",
-                "compare the engine's sampling settings with the run's, and look for a program that chooses "
-                "between samples",
+                f"the engine {bet.suspicion}: {bet.reason}",
+                bet.remedy,
             )
 
 

@@ -12,7 +12,8 @@ When: every step that the gap does not cover completely.
 
 Proof `hooks`.
 Shows: no hook of a module, a parameter or all modules, no forward, no attention function and no backward of the
-trainer has appeared or was replaced since training began. What was there at the beginning, and what a callback has
+trainer has appeared or was replaced since training began, and no number or text that a module computes with (the
+scaling of an adapter, the epsilon of a norm) has changed. What was there at the beginning, and what a callback has
 changed, is taken, and the receipt names it.
 Does not show: hooks of Lockstep, transformers, accelerate, peft, DeepSpeed and bitsandbytes; hooks of autograd's
 nodes, and code inside a function that stays the same (`model_gradient` shows what they do).
@@ -150,6 +151,16 @@ _LIBRARIES = (
     "deepspeed",
     "bitsandbytes",
 )
+_PLAIN = {bool, int, float, str}
+# Attributes that a run may change: modes, names, and what rotary embeddings keep of the longest sequence so far.
+_CHANGING = {
+    "attention_scaling",
+    "gradient_checkpointing",
+    "max_seq_len_cached",
+    "name_or_path",
+    "training",
+    "warnings_issued",
+}
 # Faults that are injected are nobody's own.
 _FAULTS = "lockstep.extras.selftest"
 
@@ -171,6 +182,9 @@ def standing(trained: Sequence[torch.nn.Module], backward: Callable[..., Any]) -
             for hooks, title in _OF_MODULES.items():
                 if own[hooks]:
                     found[f"{title} of {whose}"] = tuple(own[hooks].values())
+            for setting, value in own.items():
+                if setting not in _CHANGING and setting[0] != "_" and _is_plain(value):
+                    found[f"setting {setting} of {whose}"] = (repr(value),)
             if isinstance(module, PreTrainedModel):
                 found[f"attention of {whose}"] = (module.config._attn_implementation,)
         for name, parameter in root.named_parameters():
@@ -227,8 +241,8 @@ class HeldHooks:
             self.note()
         for place, held in self._now().items():
             known = (self._noted or {}).get(place, ())
-            # A new name in the registry is nothing that the model uses.
-            if not known and place.startswith("attention function"):
+            # A new name in the registry is nothing that the model uses. Some modules keep numbers of a first forward.
+            if not known and place.startswith(("attention function", "setting")):
                 continue
             for one in held:
                 if not _among(one, known) and not _is_of_a_library(one):
@@ -273,6 +287,11 @@ def _is_of_a_library(one: Any) -> bool:
     where = _module_of(_function(one))
     is_in = any(where == own or where.startswith(f"{own}.") for own in _LIBRARIES)
     return is_in and not where.startswith(_FAULTS)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an attribute of a module is a setting. PEFT keeps the scaling of each adapter in a dict."""
+    return type(value) in _PLAIN or (type(value) is dict and {type(v) for v in value.values()} <= _PLAIN)
 
 
 def _among(one: Any, others: Sequence[Any]) -> bool:

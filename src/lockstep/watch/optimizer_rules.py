@@ -1,8 +1,8 @@
 """What an optimizer must make of drawn elements, by its rule and by the schedule's learning rate.
 
-Settings and state are read, and the step is computed a second time. The rule of torch's AdamW, the only one here, and
-the formulas of some schedules stand in `definitions/optimizer.py`. Most schedules follow the steps; two of transformers
-follow the metrics of evaluations (`reduce_lr_on_plateau`, `greedy`).
+Settings and state are read, and the step is computed a second time, by `definitions/optimizer_steps.py`. Formulas of
+some schedules stand in `definitions/optimizer.py`. Most schedules follow the steps; two of transformers follow the
+metrics of evaluations (`reduce_lr_on_plateau`, `greedy`).
 
 Proof `learning_rate`.
 Shows: the rates of the optimizer are the config's, times the schedule's formula (constant, linear, cosine, with
@@ -15,37 +15,121 @@ When: every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from lockstep.definitions.optimizer import Moments, PlateauSchedule, Settings, adamw, rate_factor
+from lockstep.definitions.optimizer import PlateauSchedule, rate_factor
+from lockstep.definitions.optimizer_steps import Elements, Step, adagrad, adam, lion, rmsprop, sgd
 from lockstep.errors import ProofError
 from lockstep.watch.elements import DrawnElements, read_all
 from lockstep.watch.optimizer_settings import OptimizerSettings
 
 
 @dataclass(frozen=True, slots=True)
+class _Formula:
+    """A formula of `definitions/optimizer_steps.py`, and what an optimizer calls its parts.
+
+    Attributes:
+        name: of the optimizer, in words.
+        step: the formula.
+        state: the formula's name of each part of the state, and the optimizer's.
+        settings: names of the settings in a group, beside the rate. A group may lack a switch; it is off then.
+        constants: settings that the optimizer does not have.
+        decays_apart: whether some device decays the new value, and another one the old one.
+    """
+
+    name: str
+    step: Callable[[torch.Tensor, torch.Tensor, Elements, Elements], Step]
+    state: Mapping[str, str]
+    settings: tuple[str, ...]
+    constants: Mapping[str, float] = field(default_factory=dict)
+    decays_apart: bool = False
+
+
+_MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq", "highest": "max_exp_avg_sq", "steps": "step"}
+_SWITCHES = ("amsgrad", "maximize")
+_ADAM = _Formula("Adam", adam, _MOMENTS, ("betas", "eps", "weight_decay", *_SWITCHES), {"decoupled": 0.0})
+_OF_TORCH = {
+    "AdamW": replace(_ADAM, name="AdamW", constants={"decoupled": 1.0}),
+    "Adam": _ADAM,
+    "SGD": _Formula(
+        "SGD",
+        sgd,
+        {"velocity": "momentum_buffer", "moving": ""},
+        ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    ),
+    "RMSprop": _Formula(
+        "RMSprop",
+        rmsprop,
+        {"square": "square_avg", "mean": "grad_avg", "velocity": "momentum_buffer", "steps": "step"},
+        ("alpha", "eps", "momentum", "weight_decay", "centered", "maximize"),
+    ),
+    "Adagrad": _Formula(
+        "Adagrad",
+        adagrad,
+        {"sum": "sum", "steps": "step"},
+        ("lr_decay", "eps", "weight_decay", "maximize"),
+    ),
+}
+# With their state in 32 bits. Kernels for GPUs decay after the step, those for CPUs before.
+_OF_BITSANDBYTES = {
+    "Lion": _Formula("Lion", lion, {"first": "state1"}, ("betas", "weight_decay"), decays_apart=True),
+    "AdamW": _Formula(
+        "AdamW",
+        adam,
+        {"first": "state1", "second": "state2", "highest": "", "steps": "step"},
+        ("betas", "eps", "weight_decay"),
+        {"decoupled": 1.0, "amsgrad": 0.0, "maximize": 0.0},
+        decays_apart=True,
+    ),
+}
+
+
+def formula_of(optimizer: torch.optim.Optimizer) -> _Formula | None:
+    """The formula of an optimizer's step; None: there is none here. A subclass may step in another way."""
+    kind = type(optimizer)
+    if kind in (
+        torch.optim.AdamW,
+        torch.optim.Adam,
+        torch.optim.SGD,
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+    ):
+        if kind is torch.optim.Adam and any(g.get("decoupled_weight_decay") for g in optimizer.param_groups):
+            return _OF_TORCH["AdamW"]
+        return _OF_TORCH[kind.__name__]
+    if kind.__module__ not in ("bitsandbytes.optim.lion", "bitsandbytes.optim.adamw"):
+        return None
+    wanted: Any = getattr(optimizer, "args", None)
+    plain = getattr(wanted, "optim_bits", 0) == 32 and not getattr(wanted, "max_unorm", 0.0)
+    return _OF_BITSANDBYTES.get(kind.__name__.removeprefix("Paged").removesuffix("32bit")) if plain else None
+
+
+@dataclass(frozen=True, slots=True)
 class State:
-    """Drawn elements of the trained tensors: values, and the moments where the rule of the optimizer is known."""
+    """Drawn elements of the trained tensors: values, and the optimizer's state where its formula is known.
+
+    Attributes:
+        keys: the optimizer's name of each part of the state.
+    """
 
     values: torch.Tensor
-    moments: Moments | None
+    state: Elements | None
+    keys: Mapping[str, str] = field(default_factory=dict)
 
     def elements(self) -> dict[str, torch.Tensor]:
-        """The same by name, for `watch/elements.py`."""
-        m = self.moments
-        moments = {} if m is None else {"exp_avg": m.first, "exp_avg_sq": m.second, "step": m.steps}
-        return {"weight": self.values, **moments}
+        """The same by the optimizer's names, for `watch/elements.py`."""
+        return {"weight": self.values} | {self.keys.get(k) or k: v for k, v in (self.state or {}).items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a step must have made of drawn elements: new state, and (N,) the differences that rounding explains."""
+    """What a step must have made of drawn elements, and (N,) the differences of the values that rounding explains."""
 
-    state: State
+    step: Step
     slack: torch.Tensor
 
 
@@ -57,6 +141,7 @@ class OptimizerRule:
     ) -> None:
         optimizer = settings.optimizer
         self._settings, self._optimizer, self._parameters = settings, optimizer, parameters
+        self._formula = formula_of(optimizer)
         places = [(id(p), i) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
         group_of = dict(places)
         lost = [name for name, p in zip(names, parameters, strict=True) if id(p) not in group_of]
@@ -75,68 +160,87 @@ class OptimizerRule:
 
     @property
     def known(self) -> bool:
-        """Whether the rule is written here, for the settings of the latest step."""
-        others = ("amsgrad", "maximize")
-        return type(self._optimizer) is torch.optim.AdamW and not any(
-            group.get(name) for group in self._settings.groups for name in others
-        )
+        """Whether the step of a single element is written here."""
+        return self._formula is not None
+
+    @property
+    def name(self) -> str:
+        """The optimizer's name, in words."""
+        return type(self._optimizer).__name__ if self._formula is None else self._formula.name
 
     def read(self, drawn: DrawnElements) -> State:
         """The drawn elements as they are now."""
-        if not self.known:
+        if self._formula is None:
             return State(drawn.read(self._parameters), None)
         states = [self._optimizer.state.get(p, {}) for p in self._parameters]
-        moments = ([s.get(name) for s in states] for name in ("exp_avg", "exp_avg_sq"))
+        keys = self._formula.state
+        in_use = {key for state in states for key, value in state.items() if value is not None} - {"step"}
+        of_elements = {name: key for name, key in keys.items() if key in in_use}
         steps = [s.get("step", 0.0) for s in states]
         # A fused optimizer keeps the number of a tensor's steps on the device.
         tensors = [s for s in steps if isinstance(s, torch.Tensor)] if len(drawn) else []
-        parts = [drawn.values(own) for own in (self._parameters, *moments)]
-        values, first, second, *stacked = read_all([*parts, *([torch.stack(tensors)] if tensors else [])])
-        counts = iter(stacked[0].tolist() if stacked else ())
-        counted = [next(counts, 0.0) if isinstance(s, torch.Tensor) else float(s) for s in steps]
-        of_tensor = torch.tensor(counted, dtype=torch.float64)
-        return State(values, Moments(first, second, of_tensor[drawn.owners]))
+        parts = [drawn.values([s.get(key) for s in states]) for key in of_elements.values()]
+        stack = [torch.stack(tensors)] if tensors else []
+        values, *found = read_all([drawn.values(self._parameters), *parts, *stack])
+        state = dict(zip(of_elements, found, strict=False))
+        if "steps" in keys:
+            counts = iter(found[-1].tolist() if tensors else ())
+            state["steps"] = _spread(
+                [next(counts, 0.0) if isinstance(s, torch.Tensor) else float(s) for s in steps], drawn
+            )
+        if "moving" in keys:
+            state["moving"] = _spread([s.get(keys["velocity"]) is not None for s in states], drawn)
+        return State(values, {name: state.get(name, torch.zeros_like(values)) for name in keys}, keys)
 
     def expected(
         self, before: State, gradients: torch.Tensor, drawn: DrawnElements, rates: Sequence[float]
     ) -> Expected | None:
-        """What the step must make of drawn elements; None where the rule is not known.
+        """What the step must make of drawn elements; None where the formula is not known.
 
         `gradients` are (N,) as the optimizer sees them; `rates` has the learning rate of each group.
         """
-        if before.moments is None or not self.known:
+        if before.state is None or self._formula is None:
             return None
-        owners, groups = drawn.owners, self._settings.groups
+        settings = self._values_of_settings(self._formula, drawn, rates)
+        step = self._formula.step(before.values, gradients, before.state, settings)
+        eps = _spread([torch.finfo(p.dtype).eps for p in self._parameters], drawn)
+        loose = (8 * eps).clamp(min=1e-4)
+        if self._formula.decays_apart:
+            loose = loose + settings["rate"] * settings["weight_decay"]
+        rounding = 2 * eps * torch.maximum(step.values.abs(), before.values.abs())
+        return Expected(step, loose * step.size + rounding)
+
+    def _values_of_settings(
+        self, formula: _Formula, drawn: DrawnElements, rates: Sequence[float]
+    ) -> dict[str, torch.Tensor]:
+        groups = self._settings.groups
 
         def spread(values: Sequence[float]) -> torch.Tensor:
-            return torch.tensor([values[g] for g in self.group_of], dtype=torch.float64)[owners]
+            return _spread([values[g] for g in self.group_of], drawn)
 
-        settings = Settings(
-            rate=spread(rates),
-            beta1=spread([g["betas"][0] for g in groups]),
-            beta2=spread([g["betas"][1] for g in groups]),
-            epsilon=spread([g["eps"] for g in groups]),
-            decay=spread([g["weight_decay"] for g in groups]),
-        )
-        new, moments, size = adamw(before.values, gradients, before.moments, settings)
-        eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._parameters], dtype=torch.float64)[owners]
-        loose = (8 * eps).clamp(min=1e-4)
-        rounding = 2 * eps * torch.maximum(new.abs(), before.values.abs())
-        return Expected(State(new, moments), loose * size + rounding)
+        found = {"rate": spread(rates)} | {k: spread([v] * len(groups)) for k, v in formula.constants.items()}
+        for name in formula.settings:
+            if name == "betas":
+                found |= {f"beta{i + 1}": spread([g["betas"][i] for g in groups]) for i in range(2)}
+            else:
+                found[name] = spread([float(g.get(name) or 0.0) for g in groups])
+        return found
 
-    def moments_differ(
-        self, expected: Moments, found: Moments, gradients: torch.Tensor, drawn: DrawnElements
-    ) -> torch.Tensor:
-        """(N,) bool, whether the moments after the step are not those that the rule makes."""
-        by_tensor = [torch.finfo(p.dtype).eps for p in self._parameters]
-        eps = torch.tensor(by_tensor, dtype=torch.float64)[drawn.owners]
+    def state_differs(self, expected: Step, found: State, drawn: DrawnElements) -> dict[str, torch.Tensor]:
+        """By name, (N,) bool, whether a part of the state after the step is not what the formula makes."""
+        assert found.state is not None
+        eps = _spread([torch.finfo(p.dtype).eps for p in self._parameters], drawn)
         loose = (8 * eps).clamp(min=1e-5)
         # Squares below float32's smallest numbers become zero.
-        sizes = expected.first.abs() + gradients.abs()
-        first = (found.first - expected.first).abs() > loose * sizes + 1e-30
-        sizes = expected.second + gradients.square()
-        second = (found.second - expected.second).abs() > loose * sizes + 1e-30
-        return first | second | (found.steps != expected.steps) | found.first.isnan() | found.second.isnan()
+        return {
+            name: ~((found.state[name] - due).abs() <= loose * expected.sizes[name] + 1e-30)
+            for name, due in expected.state.items()
+        }
+
+
+def _spread(values: Sequence[float], drawn: DrawnElements) -> torch.Tensor:
+    """(N,) float64, for each drawn element the value of its tensor."""
+    return torch.tensor(values, dtype=torch.float64)[drawn.owners]
 
 
 @dataclass(slots=True)

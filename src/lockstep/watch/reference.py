@@ -12,33 +12,40 @@ is left on, or a module of the policy in the reference's place, gives a KL diver
 weight.
 
 Proof `reference_outputs`.
-Shows: the reference model gives a sequence of the canary the same log-probs, bit for bit, as at the first generation
-of this start of the run.
-Does not show: that the reference was the right model at that generation; a policy in its place that has not moved yet.
-It begins anew when the reference follows the policy (`sync_ref_model`), and when the number of threads changes. Where a
-forward does not repeat its own bits, a difference below the limits on a gap is not seen.
-When: every generation that the reference scores: a plain forward of 24 tokens.
+Shows: at the first generation of a start, the reference gives a sequence of the canary the log-probs, bit for bit, that
+its weights give by a second way: the policy's modules with the weights of the reference, or an adapted policy whose
+layers compute as the layers that they wrap. Later it gives the same ones again. A reference that follows the policy
+(`sync_ref_model`) does so at the right steps and by the right share, in up to 32 drawn elements of every tensor.
+Does not show: a policy in its place that has not moved yet. It begins anew when the reference follows, and when the
+number of threads changes. Where a forward does not repeat its own bits, a difference below the limits on a gap is not
+seen. There is no second way for a reference of another kind than the policy, for a frozen adapter, and for a sharded
+reference model.
+When: every generation that the reference scores: a plain forward of 24 tokens; every step of a reference that follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from lockstep.contract.distribution import Distribution
+from lockstep.contract.probe import model_fields
 from lockstep.contract.protocol import Completion
 from lockstep.contract.sampling import Sampling
 from lockstep.contract.tensors import digests_of, key_for
 from lockstep.errors import ProofError
 from lockstep.learn.generation import branches_of
+from lockstep.learn.policy_and_reference import OF_REFERENCE
 from lockstep.learn.sequence import TrainingSequence
 from lockstep.learn.update import Policy
+from lockstep.models.adapters import base_alone, has_frozen_adapter
 from lockstep.models.arithmetic import Precision
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.shards.model import local_part
+from lockstep.shards.model import local_part, sharded
 from lockstep.tokens.arrays import Reals
 from lockstep.tokens.chat import embedding_rows
 from lockstep.watch.elements import DrawnElements
@@ -106,6 +113,12 @@ class FrozenWeights:
         """The digest of each tensor, as it must stay."""
         return self._digests
 
+    def of_reference(self) -> dict[str, torch.Tensor]:
+        """The weights of a separate reference model, by their names in it; empty if there is none."""
+        return {
+            n.removeprefix(OF_REFERENCE): t for n, t in self._tensors.items() if n.startswith(OF_REFERENCE)
+        }
+
     def check_elements(self) -> None:
         """Read a few elements of every tensor again, after an optimizer step."""
         values = self._drawn.read(list(self._filled.values()))
@@ -170,18 +183,28 @@ class ReferenceOutputs:
     def __init__(self) -> None:
         self._kept: tuple[FrozenWeights, int, torch.Tensor] | None = None
 
-    def check(self, scorer: Policy, frozen: FrozenWeights | None, precision: Precision) -> None:
-        """Score the sequence with the reference, and compare with the first generation.
+    def check(
+        self, scorer: Policy, policy: PreTrainedModel, frozen: FrozenWeights | None, precision: Precision
+    ) -> None:
+        """Score the sequence with the reference, and compare with a second way, or with the first generation.
 
-        Nothing is compared without `frozen`, before training, or if it is another object: the reference may be new.
+        Nothing is compared without `frozen`, before training. If it is another object, the reference may be new.
         """
         if frozen is None:
             return
         now, threads = _logps(scorer.model, precision), torch.get_num_threads()
         if self._kept is None or self._kept[0] is not frozen or self._kept[1] != threads:
             self._kept = (frozen, threads, now)
+            second = _second_way(scorer.model, policy, frozen, precision)
+            if second is not None:
+                self._compare(scorer, now, second, "than its weights give by a second way", precision)
             return
-        due = self._kept[2]
+        self._compare(scorer, now, self._kept[2], "than at the first generation", precision)
+
+    @staticmethod
+    def _compare(
+        scorer: Policy, now: torch.Tensor, due: torch.Tensor, other: str, precision: Precision
+    ) -> None:
         if torch.equal(now, due):
             return
         gap = (now - due).abs()
@@ -193,8 +216,8 @@ class ReferenceOutputs:
                 return
         raise ProofError(
             "reference_outputs",
-            f"the reference model gives {len(gap)} fixed tokens other log-probs than at the first "
-            f"generation: by {mean:.2g} nats on average and {largest:.2g} at most",
+            f"the reference model gives {len(gap)} fixed tokens other log-probs {other}: by {mean:.2g} nats on "
+            f"average and {largest:.2g} at most",
             "the reference computes with trained weights: its adapter is not switched off, or a module of "
             "the policy stands in its place. The KL divergence is then too small, whatever is learned",
             "let nothing replace the reference, its modules, or how peft switches adapters off; otherwise "
@@ -207,3 +230,69 @@ def _logps(scorer: PreTrainedModel, precision: Precision) -> torch.Tensor:
     # One sequence, because a forward of a large model over few tokens is as slow as reading its weights.
     ids, *_ = canary_sequences(embedding_rows(scorer), _CONTEXT).values()
     return completion_logps(scorer, ids[:1], ids[1:], Sampling(1), precision)
+
+
+class _Scored(torch.nn.Module):
+    """A model whose forward gives what `_logps` gives."""
+
+    def __init__(self, model: PreTrainedModel, precision: Precision) -> None:
+        super().__init__()
+        self.model, self._precision = model, precision
+
+    def forward(self) -> torch.Tensor:
+        return _logps(self.model, self._precision)
+
+
+def _second_way(
+    scorer: PreTrainedModel, policy: PreTrainedModel, frozen: FrozenWeights, precision: Precision
+) -> torch.Tensor | None:
+    """What `_logps` of the reference must be; None: there is no second way."""
+    weights = frozen.of_reference()
+    if not weights:
+        if has_frozen_adapter(policy):
+            return None
+        with base_alone(policy):
+            return _logps(policy, precision)
+    others = dict(policy.named_parameters())
+    alike = weights.keys() == others.keys() and all(
+        w.shape == others[name].shape and w.dtype == others[name].dtype for name, w in weights.items()
+    )
+    if not alike or _is_special(policy) or model_fields(scorer.config) != model_fields(policy.config):
+        return None
+    given = {f"model.{name}": tensor for name, tensor in weights.items()}
+    return torch.func.functional_call(_Scored(policy, precision), given, ())
+
+
+def _is_special(policy: PreTrainedModel) -> bool:
+    """Whether the policy computes in a way that the reference does not: by hooks, or in parts."""
+    return sharded(policy) is not None or any(
+        m._forward_hooks or m._forward_pre_hooks for m in policy.modules()
+    )
+
+
+@contextmanager
+def check_follows(
+    reference: Mapping[str, torch.Tensor],
+    policy: Mapping[str, torch.Tensor],
+    share: float,
+    seed: tuple[int, ...],
+) -> Iterator[None]:
+    """Within the context, the reference must move to `share` × policy + (1 − share) × reference: 0, it stays."""
+    own = list(reference.values())
+    drawn = DrawnElements.of(own, seed)
+    before, towards = drawn.read(own), drawn.read([policy[name] for name in reference])
+    yield
+    now, due = drawn.read(own), before + share * (towards - before)
+    eps = torch.tensor([torch.finfo(t.dtype).eps for t in own], dtype=torch.float64)[drawn.owners]
+    slack = 2 * eps * torch.maximum(before.abs(), towards.abs()) * bool(share)
+    wrong = ~((now - due).abs() <= slack)
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0])
+        raise ProofError(
+            "reference_outputs",
+            f"an element of {list(reference)[int(drawn.owners[at])]} of the reference went from {before[at]:.6g} to "
+            f"{now[at]:.6g}, where {due[at]:.6g} is right: the policy has {towards[at]:.6g}, and a share of {share:g}",
+            "the reference was moved by another share than ref_model_mixup_alpha, or at other steps than those of "
+            "ref_model_sync_steps",
+            "let nothing write to the reference; otherwise this is a defect of Lockstep: report it",
+        )

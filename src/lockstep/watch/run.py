@@ -26,7 +26,7 @@ What the engine is asked and answers is proven by `watch/engine.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ from lockstep.watch.kept_sets import KeptSetProof
 from lockstep.watch.loss_gradient import LossGradient
 from lockstep.watch.model_gradient import Checked, ModelGradient
 from lockstep.watch.ranks import check_same_weights, check_shards
-from lockstep.watch.reference import FrozenWeights, ReferenceOutputs, check_drawn_scores
+from lockstep.watch.reference import FrozenWeights, ReferenceOutputs, check_drawn_scores, check_follows
 from lockstep.watch.rewards import AskedAgain, check_evaluated, check_rows
 from lockstep.watch.settings import SettingsProof
 from lockstep.watch.tolerances import own_limit
@@ -181,9 +181,9 @@ class RunWatch:
     ) -> None:
         own, seed = share_of(sequences, self._ranks), (self._config.seed, version)
         precision = self._config.precision
-        share, outputs = self._ranks.share, self.reference_outputs
+        share, outputs, policy = self._ranks.share, self.reference_outputs, self._policy().model
         share("reference scores", lambda: check_drawn_scores(scorer, scores, own, groups, precision, seed))
-        share("reference outputs", lambda: outputs.check(scorer, self.frozen, precision))
+        share("reference outputs", lambda: outputs.check(scorer, policy, self.frozen, precision))
 
     def prepared(
         self, generation: Generation, scored: AllScores | None, sequences: Sequence[TrainingSequence]
@@ -347,10 +347,19 @@ class RunWatch:
 
     def stepped(self) -> None:
         with self._clock.phase("verify"):
-            if self.update is not None:
-                self._note(self.update.after(self._step, lambda part: self._ranks.share("after", part)))
+            if (update := self.update) is not None:
+                self._note(update.after(self._step, lambda part: self._ranks.share("after", part)))
+                if why := update.say_unproven():
+                    self._engine.note_unproven(self._step + 1, "update", why)
             if self.frozen is not None:
                 self._on_shards("frozen", self.frozen.check_elements)
+
+    def moving_reference(self, reference: torch.nn.Module) -> AbstractContextManager[None]:
+        """After a step: in this context the reference follows the policy, if it is due."""
+        config: Any = self._config
+        share = 0.0 if self._step % config.ref_model_sync_steps else config.ref_model_mixup_alpha
+        own, policy = (dict(m.named_parameters()) for m in (reference, self._policy().model))
+        return check_follows(own, policy, share, (config.seed, self._step, 6))
 
     def saving(self) -> None:
         if (update := self.update) is not None:
@@ -362,7 +371,7 @@ class RunWatch:
         self, evidence: TokenEvidence, generation: Generation, step: int, *, record: bool = True
     ) -> None:
         """The gap and the draws of a whole generation, on the rank that holds the engine."""
-        found = evidence.gap, evidence.draws, evidence.kept_sets
+        found = evidence.gap, evidence.draws, evidence.kept_sets, evidence.slope
         self._engine.proofs.check(*found, generation, step, record=record)
 
     def _prove_backward(self, check: Callable[[int], Checked]) -> None:

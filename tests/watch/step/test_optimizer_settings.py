@@ -245,7 +245,7 @@ IN_THE_MIDDLE: dict[str, tuple[Change, str]] = {
         "the optimizer has 1 groups of tensors, and had 2",
     ),
     "moments": (exchanges("exp_avg"), "changed by .* where AdamW changes it by"),
-    "step counts": (counts_on, "changed by .* where AdamW changes it by|keeps the moments"),
+    "step counts": (counts_on, "changed by .* where AdamW changes it by|as the number of steps of"),
 }
 
 

@@ -19,9 +19,9 @@ import lockstep.engines.vllm.port.requests as vllm_requests
 import lockstep.learn.update as updating
 from lockstep.contract.protocol import GenerationRequest
 from lockstep.extras.selftest import seams
+from lockstep.extras.selftest.draw_faults import SAMPLED
 from lockstep.extras.selftest.loss_faults import next_text, other_row, scored_become
 from lockstep.extras.selftest.rollout_faults import across_prompts, halved
-from lockstep.extras.selftest.sampling_faults import SAMPLED
 from lockstep.extras.selftest.seams import REACH, Fault, Patch, is_vllm
 from lockstep.extras.verify.stage import Stage
 from lockstep.rollouts.group import Prompt, RolloutGroup

@@ -201,9 +201,12 @@ class StepHooks(Trainer):
         """Clear the value head's gradients and move the reference model. Returns whether prompts are left."""
         self._forget_gradients()
         config, reference = self.config, self._method_state.moving_reference
-        if reference is not None and self.state.global_step % config.ref_model_sync_steps == 0:
-            reference.follow(config.ref_model_mixup_alpha)
-            self._freeze()
+        if reference is not None and reference.own is not None:
+            with self.watch.moving_reference(reference.own):
+                if is_due := self.state.global_step % config.ref_model_sync_steps == 0:
+                    reference.follow(config.ref_model_mixup_alpha)
+            if is_due:
+                self._freeze()
         used_up = self.loop.is_used_up()
         if used_up and self.ranks.owner:
             _logger.info(f"training ends at step {self.state.global_step}: too few prompts are left unsolved")
