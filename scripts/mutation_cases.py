@@ -2370,9 +2370,21 @@ MUTATIONS = [
     Mutation("a start after the checkpoint", "reversed(before) if", "reversed(entries) if", CHECKPOINTS),
     Mutation(
         "a field that another one sets",
-        '"do_eval": about(bookkeeping=Bookkeeping.LOGS, only_with="evaluation")',
-        '"do_eval": about(only_with="evaluation")',
+        '"do_eval": about(bookkeeping=Bookkeeping.LOGS, only_with="evaluation"',
+        '"do_eval": about(only_with="evaluation"',
         CHECKPOINTS,
+    ),
+    Mutation(
+        "the fields of a part that a command lacks",
+        "if part not in parts} | own.keys()",
+        "if part in parts} | own.keys()",
+        "tests/cli/test_commands_without_effect.py",
+    ),
+    Mutation(
+        "a misspelt argument of vLLM's server",
+        'not {name, name.removeprefix("no_")} & known:',
+        "not known:",
+        "tests/input/test_bad_serve.py",
     ),
     Mutation("a field declared again", "{**ours.get(name, {}), **said}", "said", ONE_PLACE),
     Mutation(

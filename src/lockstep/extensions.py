@@ -21,10 +21,7 @@ COMMANDS: dict[str, str] = {
 # The dataclasses whose fields are those of a command.
 FIELDS: dict[str, tuple[str, ...]] = {
     "gateway": ("lockstep.extras.agents.gateway_command:GatewayArguments", "lockstep:GRPOConfig"),
-    "verify": (
-        "lockstep.extras.verify.verify_command:VerifyArguments",
-        "lockstep.extras.verify.stage:StageConfig",
-    ),
+    "verify": ("lockstep.extras.verify.verify_command:VerifyArguments", "lockstep:GRPOConfig"),
 }
 # What rolls out instead of the plain program, by the trainer's argument that asks for it.
 PROGRAMS: dict[str, str] = {"agent": "lockstep.extras.agents.agent_program:RolloutAgents"}

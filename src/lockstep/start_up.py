@@ -20,8 +20,11 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from lockstep.safe_text import masked, visible
 
@@ -79,6 +82,34 @@ def collector_off() -> Iterator[None]:
         gc.freeze()
         if on:
             gc.enable()
+
+
+class _ImportedLater(ModuleType):
+    """Stands for a package until something of it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(import_module(self.__name__), name)
+
+
+def import_peft() -> None:
+    """Import PEFT, which `transformers.Trainer` imports, and let it import bitsandbytes when it uses that.
+
+    bitsandbytes takes as long as torch to import, and only models in 4 bits and optimizers in 8 bits need it.
+    """
+    name = "bitsandbytes"
+    spec = None if name in sys.modules else PathFinder.find_spec(name)
+    if spec is not None:
+        later = sys.modules[name] = _ImportedLater(name)
+        later.__spec__ = spec
+    try:
+        import_module("peft")
+    finally:
+        if spec is not None and sys.modules.get(name) is later:
+            del sys.modules[name]
 
 
 _BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")

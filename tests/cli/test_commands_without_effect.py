@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.fields import AdaptedRunArguments, decides_learning
+from lockstep.cli.fields import read, without_unused
 from lockstep.cli.help import fields_of
 from lockstep.cli.main import main
 from lockstep.cli.past_runs import next_lines
-from lockstep.config.effect import set_fields
+from lockstep.config.effect import NOTHING_OF
+from lockstep.config.option import Part
 
 NOWHERE = ["--model_name_or_path", "/no/such", "--dataset_name", "arithmetic", "--train_size", "4"]
 PLACE = {
@@ -34,13 +35,16 @@ def said(command: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> 
         ["--save_strategy=no"],
         ["--max_steps", "9"],
         ["--eval_delay", "2", "--eval_steps", "3"],
+        ["--num_iterations", "2", "--per_device_train_batch_size=3"],
+        ["--learning_rate", "1", "--optim", "sgd"],
+        ["--logging_steps", "3", "--no_average_tokens_across_devices", "--log_completions"],
     ],
     ids=str,
 )
 def test_typed_words_without_an_effect_are_said_in_one_line(
     command: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = [w[2:].partition("=")[0].replace("-", "_").removeprefix("no_") for w in words if w[0] == "-"]
+    names = [w[2:].partition("=")[0].replace("-", "_") for w in words if w[0] == "-" and w[2:5] != "no_"]
     (line,) = [line for line in said(command, words, capsys) if "no effect" in line]
     assert all(name in line for name in names)
     assert f"in lockstep {command}" in line
@@ -91,7 +95,10 @@ def test_an_evaluation_makes_no_repository(
     assert main(["evaluate", *(word for name, value in fields.items() for word in (f"--{name}", value))]) == 0
     said = capsys.readouterr()
     assert "held-out reward" in said.out
-    assert "output_dir and push_to_hub have no effect in lockstep evaluate" in said.err
+    assert (
+        "output_dir and per_device_train_batch_size and push_to_hub have no effect in lockstep evaluate"
+        in said.err
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -104,13 +111,30 @@ def test_the_command_of_an_evaluation_has_no_words_without_an_effect(tmp_path: P
     assert evaluation.startswith("lockstep evaluate --config 'c d.yaml' --seed 1 --model_name_or_path")
 
 
-def test_what_decides_learning_are_fields_of_a_run() -> None:
-    fields = fields_of("evaluate")
-    unused = {name for name, field in fields.items() if decides_learning(name, field)}
-    assert {"max_steps", "push_to_hub", "save_steps"} <= unused
-    assert not unused & set(
-        set_fields(AdaptedRunArguments(model_name_or_path="m", eval_size=3, train_size=3))
-    )
-    from lockstep.cli.fields import _LEARNING
+def test_a_field_of_a_part_that_a_command_lacks_is_said_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text("epsilon: 0.5\noptim: sgd\nseed: 3\nlr_scheduler_kwargs: {a: 1}\n")
+    given = read(["--config", str(tmp_path / "run.yaml"), "--epsilon", "0.1", "--eval_size", "3"], "grpo")
+    found = without_unused(given, "evaluate", (Part.HELD_OUT,))
+    assert found.words == ("--seed=3", "--eval_size", "3")
+    assert found.values == {"seed": 3, "eval_size": 3}
+    # The file may be that of a run.
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("epsilon has no effect in lockstep evaluate, which learns nothing")
+    assert without_unused(given, "evaluate", tuple(Part)) == given
 
-    assert fields.keys() >= _LEARNING
+
+def test_a_field_that_a_command_sets_itself_is_said_and_its_own_comes_last(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = read(["--num_generations", "3", "--max_steps", "4"], "verify")
+    found = without_unused(given, "verify", (Part.LEARNING,), {"num_generations": 4, "min_p": None})
+    assert found.words == ("--num_generations", "4")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("in lockstep verify, which makes no training run and sets them itself")
+
+
+def test_every_part_is_that_of_a_field_and_has_words() -> None:
+    parts = {field["part"] for field in fields_of("grpo").values() if "part" in field}
+    assert parts == set(Part) == NOTHING_OF.keys()

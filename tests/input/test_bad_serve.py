@@ -69,6 +69,14 @@ SERVE = [
         ["{model}", "--quantization=fp8_per_channel", "--dtype=float32", "--dry_run"],
         "--dtype bfloat16",
     ),
+    Row(
+        "a misspelt argument",
+        ["{model}", "--max-num-batch-tokens", "9"],
+        "did you mean 'max_num_batched_tokens'",
+    ),
+    Row("a misspelt argument of ours", ["{model}", "--key_fil=x"], "did you mean 'key_file'"),
+    Row("a field of training", ["{model}", "--learning_rate", "1"], "unknown argument 'learning_rate'"),
+    Row("a misspelt switch", ["{model}", "--no-enable-prefix-cachin"], "enable_prefix_caching"),
     Row("a port that is taken", ["{model}", "--port", "{taken}"], "choose another --port"),
 ]
 VERIFY = [

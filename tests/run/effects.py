@@ -94,6 +94,7 @@ def shown(
     given: Mapping[str, Any],
     capsys: pytest.CaptureFixture[str],
     look: Callable[[Any], Any] = lambda run: None,
+    do: Callable[[Any], Any] = lambda run: run.train(),
 ) -> Shown:
     """Train with these fields, and note what is seen.
 
@@ -101,6 +102,7 @@ def shown(
         fields: of the config. A function is called with the folder. `output_dir` is below the folder.
         given: further arguments of the trainer.
         look: sees the trainer after the training.
+        do: what the trainer does instead.
     """
     found = Shown()
     capsys.readouterr()
@@ -113,7 +115,7 @@ def shown(
         with _watched(found):
             config = getattr(lockstep, f"{method}Config")(**fields)
             run = getattr(lockstep, f"{method}Trainer")(model, args=config, **arguments)
-            run.train()
+            do(run)
             found.more = look(run)
     except LockstepError as error:
         found.error = str(error).replace(str(folder), "")

@@ -30,7 +30,7 @@ normalize_advantages num_generations num_iterations off_policy_mask_threshold op
 per_device_train_batch_size plain_prompts presence_penalty push_to_hub rehearse_rewards repetition_penalty report_to
 reward_clip_range reward_funcs reward_timeout rollouts_file rollouts_size_limit run_name save_strategy seed self_test
 shuffle_dataset skip_memory_metrics steps_per_generation stop_strings structured_outputs_choice
-structured_outputs_grammar structured_outputs_json temperature token_budget top_entropy_quantile top_k top_p train_size
+structured_outputs_grammar structured_outputs_json temperature token_budget top_entropy_quantile top_k top_p
 use_adaptive_entropy use_cache use_peft vf_coef value_learning_rate
 vllm_max_model_length vllm_mode vllm_server_timeout vllm_structured_outputs_regex weight_decay
 allowed_token_ids bad_words max_thinking_length
@@ -41,7 +41,6 @@ OWN_CHECK = {
     "agent": "refused beside agent_command, and by a trainer beside other makers of rollouts",
     "agent_command": "refused beside agent",
     "dataset_test_split": "refused with data that have no splits",
-    "dataset_types": "refused with files other than CSV",
     "debug": "refused where it is no check of a model",
     "deepspeed": "refused beside fsdp; its values that contradict the config are refused",
     "disable_dropout": "false is refused where there is dropout, and changes nothing where there is none",
@@ -120,6 +119,7 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fsdp": ({}, {"fsdp": "true"}),
     "peft": ({"use_peft": False, "load_in_4bit": False}, {"use_peft": True}),
     "four_bits": ({"use_peft": True}, {"use_peft": True, "load_in_4bit": True}),
+    "data": ({"dataset_name": None}, {"dataset_name": "my/data"}),
     "subsets": ({"dataset_name": "dots"}, {"dataset_name": "arithmetic"}),
     "splits": ({"dataset_name": "dots"}, {"dataset_name": "my/data"}),
     "drawn_rows": ({"dataset_name": "my/data"}, {"dataset_name": "my/data", "eval_size": 4}),

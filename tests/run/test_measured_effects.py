@@ -31,6 +31,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils.logging import get_verbosity
 
 from lockstep import GRPOConfig, OnlineDPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
+from lockstep.cli.training import EVALUATES
 from lockstep.config.table import options_of
 from lockstep.errors import InputError
 
@@ -586,7 +587,11 @@ def _save(name: str, folder: Path) -> str:
 
 
 def two(
-    name: str, folder: Path, models: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+    name: str,
+    folder: Path,
+    models: Callable[[str], str],
+    capsys: pytest.CaptureFixture[str],
+    do: Callable[[Any], Any] = lambda run: run.train(),
 ) -> tuple[Shown, Shown]:
     """What is seen of two runs with the two values of a field."""
     row = ROWS[name]
@@ -596,7 +601,7 @@ def two(
         for fields in [row.before, {}] if row.before is not None else [{}]:
             given = row.given() if callable(row.given) else row.given
             whole = {**row.fields, name: value, **fields}
-            found = shown(row.method, models(row.model), place, whole, given, capsys, row.look)
+            found = shown(row.method, models(row.model), place, whole, given, capsys, row.look, do)
         return found
 
     return one(folder / "a", row.a), one(folder / "b", row.b)
@@ -612,6 +617,31 @@ def test_two_values_of_a_field_are_two_runs(
     if where not in ("error", "started", "metrics"):
         assert not first.error
         assert not second.error
+
+
+# Fields that `lockstep evaluate` takes. Those of an agent are measured while it trains.
+TAKEN = [
+    name
+    for name, said in options_of(GRPOConfig).items()
+    if name in ROWS and said.get("part", EVALUATES[0]) in EVALUATES
+]
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("name", TAKEN)
+def test_two_values_of_a_field_that_an_evaluation_takes_are_two_evaluations(
+    name: str,
+    models: Callable[[str], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = ROWS[name]
+    given = row.given() if callable(row.given) else row.given
+    held_out = {"eval_dataset": given.get("train_dataset", PROMPTS), **given}
+    monkeypatch.setitem(ROWS, name, row._replace(given=held_out))
+    first, second = two(name, tmp_path, models, capsys, lambda run: run.evaluate())
+    assert vars(first) != vars(second)
 
 
 # Contexts in which two equal runs must be equal in all that is seen; only then a difference is one of two values.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import VLLM
 
+from lockstep.engines.vllm.source import names_of_server
 from lockstep.errors import InputError
 from lockstep.server.command import check_names
 
@@ -34,6 +35,12 @@ def test_each_argument_is_either_free_or_refused(arguments: set[str]) -> None:
     assert arguments - refused - FREE == set(), "nobody has judged these"
     assert FREE - arguments == set(), "vLLM has none of these"
     assert FREE & refused == set()
+
+
+def test_the_names_that_are_read_from_the_source_are_all_of_the_parser(arguments: set[str]) -> None:
+    others = {"model_tag", *(name for name in arguments if name.startswith("_"))}
+    assert arguments - others <= names_of_server()
+    assert "max_num_seq" not in names_of_server()
 
 
 def test_nothing_that_is_free_has_the_name_of_a_port_an_address_or_another_program() -> None:

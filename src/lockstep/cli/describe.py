@@ -29,7 +29,7 @@ CLASSES = {
 }
 _TYPES = {int: "int", float: "float", str: "text"}
 # What is said of a field that the command line needs.
-_SAID = ("group", "common", "only", "no_effect", "only_with", "inherited")
+_SAID = ("group", "common", "only", "no_effect", "only_with", "part", "inherited")
 
 
 def describe() -> dict[str, dict[str, Any]]:

@@ -22,7 +22,8 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import yaml
@@ -36,9 +37,9 @@ from lockstep.cli.help import (
     recipe_file,
     underscored,
 )
-from lockstep.config.checks import check_bounds
-from lockstep.config.effect import say_without_effect, set_fields, tell_no_effect
-from lockstep.config.option import COUNT, SEED, Bounds, option
+from lockstep.config.checks import check_bounds, words_of_command
+from lockstep.config.effect import NOTHING_OF, say_without_effect, set_fields, tell_no_effect
+from lockstep.config.option import COUNT, SEED, Bounds, Part, option
 from lockstep.config.table import with_key
 from lockstep.errors import InputError, one_line
 from lockstep.models.packaged import PACKAGED_MODEL
@@ -70,23 +71,45 @@ class RunArguments:
         "Kind of arithmetic problems, reasoning-gym data set, or hub configuration.",
         group="data",
         common=True,
-        only_with="subsets",
+        only_with=("data", "subsets"),
     )
-    dataset_train_split: str = option("train", "Split to train on.", group="data", only_with="splits")
+    dataset_train_split: str = option(
+        "train", "Split to train on.", group="data", only_with=("data", "splits")
+    )
     dataset_test_split: str | None = option(
-        None, "Split to evaluate on. Default: eval_size rows held out of the training split.", group="data"
+        None,
+        "Split to evaluate on. Default: eval_size rows held out of the training split.",
+        group="data",
+        part=Part.HELD_OUT,
     )
     dataset_types: list[str] | None = option(
-        None, "Columns of a CSV file that are not text: NAME=int, NAME=float or NAME=bool.", group="data"
+        None,
+        "Columns of a CSV file that are not text: NAME=int, NAME=float or NAME=bool.",
+        group="data",
+        only_with="data",
     )
     train_size: int = option(
-        0, "Problems to make, or a limit on rows; 0: all rows.", group="data", common=True, bounds=Bounds(0)
+        0,
+        "Problems to make, or a limit on rows; 0: all rows.",
+        group="data",
+        common=True,
+        bounds=Bounds(0),
+        only_with="data",
     )
     eval_size: int = option(
-        0, "Held-out problems; 0: no evaluation.", group="data", common=True, bounds=Bounds(0)
+        0,
+        "Held-out problems; 0: no evaluation.",
+        group="data",
+        common=True,
+        bounds=Bounds(0),
+        part=Part.HELD_OUT,
     )
     dataset_seed: int = option(
-        0, "Seed of the problems and of what is held out.", group="data", bounds=SEED, only_with="drawn_rows"
+        0,
+        "Seed of the problems and of what is held out.",
+        group="data",
+        bounds=SEED,
+        only_with=("data", "drawn_rows"),
     )
     reward_funcs: list[str] | None = option(
         None,
@@ -94,12 +117,14 @@ class RunArguments:
         "package.module.function, or a reward model's directory or hub id. Default: the data's own.",
         group="reward",
         common=True,
+        part=Part.REWARDS,
     )
     tools: list[str] | None = option(
         None,
         "Functions that the model may call: file.py:function or package.module.function.",
         group="tools",
         common=True,
+        part=Part.ACTING,
     )
     environment_factory: list[str] | None = option(
         None,
@@ -107,18 +132,26 @@ class RunArguments:
         "NAME=file.py:name, are chosen by the column 'environment'.",
         group="tools",
         common=True,
+        part=Part.ACTING,
     )
     rollout_func: str | None = option(
-        None, "Function that makes the rollouts itself: file.py:function.", group="tools"
+        None,
+        "Function that makes the rollouts itself: file.py:function.",
+        group="tools",
+        part=Part.ACTING,
     )
     agent: str | None = option(
         None,
         "Function that makes a rollout by calls to the gateway: file.py:function (docs/guides/agents.md).",
         group="tools",
         common=True,
+        part=Part.ACTING,
     )
     agent_command: str | None = option(
-        None, "Command line of such an agent; it runs once per rollout.", group="tools"
+        None,
+        "Command line of such an agent; it runs once per rollout.",
+        group="tools",
+        part=Part.ACTING,
     )
 
 
@@ -318,43 +351,56 @@ class AdaptedRunArguments(RunArguments):
     )
 
 
-# Fields of transformers that decide only what is learned, and when.
-_LEARNING = {
-    *("adam_beta1", "adam_beta2", "adam_epsilon", "eval_delay", "eval_on_start", "eval_steps"),
-    *("eval_strategy", "gradient_accumulation_steps", "logging_first_step", "logging_strategy"),
-    *("lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "max_steps", "num_train_epochs"),
-    *("optim", "optim_args", "warmup_steps", "weight_decay"),
-}
-_OF_A_RUN = "saving"
+def without_unused(
+    given: Given, command: str, parts: Collection[Part], own: Mapping[str, Any] = MappingProxyType({})
+) -> Given:
+    """A command line without the fields that its command does not use.
+
+    The file may be that of a run, so that nothing is said of the fields that only the file has.
+
+    Args:
+        parts: what the command does of a run.
+        own: the fields that the command sets itself. They come after the user's words.
+    """
+    described = fields_of(command)
+    lacking = {name: Part(field["part"]) for name, field in described.items() if "part" in field}
+    unused = {name for name, part in lacking.items() if part not in parts} | own.keys()
+    if typed := sorted(given.typed_names & unused):
+        whats = [
+            NOTHING_OF[part] for part in Part if any(lacking.get(n) == part for n in typed if n not in own)
+        ]
+        whats += ["sets them itself"] * bool(own.keys() & set(typed))
+        tell_no_effect(typed, f"in lockstep {command}, which {' and '.join(whats)}")
+    words = without(given.words, {f"--{prefix}{name}" for name in unused for prefix in ("", "no_")})
+    words += [w for name, value in own.items() if value is not None for w in (f"--{name}", str(value))]
+    values = {name: value for name, value in given.values.items() if name not in unused}
+    return dataclasses.replace(given, words=tuple(words), values=values)
 
 
-def decides_learning(name: str, field: dict[str, Any]) -> bool:
-    """Whether a field only decides what is learned or saved, so that it has no effect where nothing is."""
-    return name in _LEARNING or field.get("group") == _OF_A_RUN
+def without(words: Iterable[str], names: Collection[str]) -> list[str]:
+    """Words of a command line without these fields and their values."""
+    kept, dropping = [], False
+    for word in words:
+        if word.startswith("--"):
+            dropping = word.partition("=")[0] in names
+        if not dropping:
+            kept.append(word)
+    return kept
 
 
-def check_effect(
-    given: RunArguments, source: Given | None = None, unused: Collection[str] = (), where: str = ""
-) -> None:
+def check_effect(given: RunArguments, source: Given | None = None) -> None:
     """Say which arguments of a command have no effect.
 
     Args:
-        source: the words, for a command that does not train. The file may be that of a run, so that of the fields that
-            only a run uses the typed ones are looked at. If `use_peft` is typed, this holds for an adapter's too.
-        unused: the fields that such a command does not use.
-        where: the end of the line about them.
+        source: the words, for a command that does not train. The file may be that of a run, so that of an adapter's
+            fields the typed ones are looked at, if `use_peft` is typed.
 
     Raises:
         InputError: an adapter field is set without `use_peft`, or a field of the 4-bit format without `load_in_4bit`.
     """
     named = set(set_fields(given))
-    if source is not None:
-        typed = source.typed_names
-        if "use_peft" in typed:
-            named &= _GENERAL | typed
-        if ignored := sorted(typed & set(unused)):
-            tell_no_effect(ignored, where)
-            named -= set(ignored)
+    if source is not None and "use_peft" in (typed := source.typed_names):
+        named &= _GENERAL | typed
     say_without_effect(given, named)
 
 
@@ -428,6 +474,8 @@ def check_inputs(arguments: AdaptedRunArguments) -> None:
         place_of(arguments.agent, "agent")
         if arguments.agent_command is not None:
             raise InputError("agent and agent_command are two agents; give one of them")
+    if arguments.agent_command is not None:
+        words_of_command(arguments.agent_command)
     check_model(arguments.model_name_or_path)
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -431,8 +431,7 @@ def next_lines(folder: Path, *, adapter: bool, typed: Sequence[str] | None = Non
             f"                 lockstep merge {_word(checkpoint)} {_word(model)}   makes a whole model of it"
         )
     if typed is not None:
-        kept = map(_without_secret, _without(typed, _not_in_evaluation()))
-        words = [*kept, "--model_name_or_path", str(model)]
+        words = [*_for_evaluation(typed), "--model_name_or_path", str(model)]
         # The config file of the run may say it.
         words += ["--use_peft", "False"] if adapter else []
         lines.append(f"                 lockstep evaluate {shlex.join(words)}")
@@ -443,26 +442,19 @@ def next_lines(folder: Path, *, adapter: bool, typed: Sequence[str] | None = Non
     ]
 
 
-def _not_in_evaluation() -> set[str]:
-    """Fields of a run that the command of its evaluation says otherwise, or that have no effect there."""
-    from lockstep.cli.fields import decides_learning
+def _for_evaluation(typed: Sequence[str]) -> list[str]:
+    """The words of a run without secrets, without what its evaluation says otherwise, and without what it ignores."""
+    from lockstep.cli.fields import without
+    from lockstep.cli.training import EVALUATES
 
     unused = {
-        n for n, f in fields_of("evaluate").items() if decides_learning(n, f) or f.get("group") == "adapter"
+        name
+        for name, field in fields_of("evaluate").items()
+        if field.get("part", EVALUATES[0]) not in EVALUATES or field.get("group") == "adapter"
     }
-    return {f"--{name}" for name in unused | {"model_name_or_path"}}
-
-
-def _without(words: Sequence[str], names: Collection[str]) -> list[str]:
-    """The words without these fields, those of secrets, and their values."""
-    kept, dropping = [], False
-    for word in words:
-        if word.startswith("--"):
-            name = word.partition("=")[0]
-            dropping = name in names or is_secret_name(name)
-        if not dropping:
-            kept.append(word)
-    return kept
+    names = {f"--{name}" for name in (*unused, "model_name_or_path")}
+    secrets = {name for name in (word.partition("=")[0] for word in typed) if is_secret_name(name)}
+    return [_without_secret(word) for word in without(typed, names | secrets)]
 
 
 def _without_secret(word: str) -> str:

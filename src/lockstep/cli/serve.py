@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -16,7 +17,8 @@ from lockstep.cli.help import WordParser
 from lockstep.cli.output import quiet_libraries
 from lockstep.config.checks import check_bounds
 from lockstep.config.option import CONTEXT, COUNT, PORT, SHARE
-from lockstep.errors import InputError, foreign_errors
+from lockstep.engines.vllm.source import names_of_server
+from lockstep.errors import InputError, did_you_mean, foreign_errors
 from lockstep.private_caches import expanded
 from lockstep.safe_text import complain, masked, say
 
@@ -42,6 +44,7 @@ def run(words: list[str]) -> int:
             "of its own, and give all of their URLs"
         )
     _check_numbers(arguments)
+    _check_names(rest, vars(arguments))
     check_model(arguments.model)
     from lockstep.progress import waiting
 
@@ -181,6 +184,22 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
     if not arguments.host or any(map(str.isspace, arguments.host)):
         # An empty host would mean every address of this machine.
         raise InputError(f"host={arguments.host!r}; it must be an address of this machine")
+
+
+def _check_names(words: Sequence[str], own: Collection[str]) -> None:
+    """Refuse names that neither this command nor the installed vLLM's server has.
+
+    Raises:
+        InputError: there is such a name. The server itself checks the values, with vLLM's own parser.
+    """
+    known = names_of_server()
+    for word in words if known else ():
+        name = word.partition("=")[0].partition(".")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and not {name, name.removeprefix("no_")} & known:
+            hint = did_you_mean(name, {*known, *own})
+            raise InputError(
+                f"unknown argument {name!r}" + (f"; {hint}" if hint else ", also of vLLM's server")
+            )
 
 
 def _key(arguments: argparse.Namespace) -> tuple[str, Path | None]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import lockstep
@@ -29,22 +30,22 @@ from lockstep.cli.fields import (
     check_effect,
     check_inputs,
     check_sizes,
-    decides_learning,
     factory_names,
     read,
     resolved,
     said_of,
     settings_of,
+    without_unused,
 )
-from lockstep.cli.help import fields_of
 from lockstep.cli.output import LibraryLog, libraries_aside, quiet_libraries
 from lockstep.cli.past_runs import next_lines
 from lockstep.cli.process import run_to_its_end
+from lockstep.config.option import Part
 from lockstep.errors import InputError
 from lockstep.files import temporary_folder
 from lockstep.progress import busy, told_to, watched_by
 from lockstep.safe_text import complain, say
-from lockstep.start_up import collector_off
+from lockstep.start_up import collector_off, import_peft
 
 
 def load_config(
@@ -64,6 +65,7 @@ def load_config(
     """
     with busy("loading PyTorch and transformers"), collector_off():
         quiet_libraries()
+        import_peft()
         arguments, config = build(given, config_class(), arguments_class)
     if not given.dry_run:
         return arguments, config
@@ -222,6 +224,17 @@ def _show(finished: Any) -> None:
     say(f"report           {finished.report}")
 
 
+# What `lockstep evaluate` does of a run.
+EVALUATES = (Part.HELD_OUT, Part.REWARDS, Part.ACTING)
+
+
+def with_one_group(given: Given) -> Given:
+    """A command line whose generations have one group. A command that learns nothing has no other size to choose."""
+    count = given.values.get("num_generations", 0)
+    size = ("--per_device_train_batch_size", str(count)) if count > 0 else ()
+    return replace(given, words=(*given.words, *size))
+
+
 def evaluate(words: list[str]) -> int:
     """Run the command.
 
@@ -229,10 +242,10 @@ def evaluate(words: list[str]) -> int:
         InputError: bad arguments; no held-out problems; an adapter, which must be merged first.
         LockstepError: trainer and engine do not agree.
     """
-    given = read(words, "evaluate")
+    given = without_unused(read(words, "evaluate"), "evaluate", EVALUATES)
+    given = with_one_group(given)
     about = said_of(given, AdaptedRunArguments)
-    unused = [name for name, field in fields_of("evaluate").items() if decides_learning(name, field)]
-    check_effect(about, given, unused, "in lockstep evaluate, which learns and saves nothing")
+    check_effect(about, given)
     check_sizes(about)
     if not given.dry_run:
         check_inputs(about)

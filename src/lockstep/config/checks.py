@@ -10,6 +10,8 @@ import functools
 import json
 import logging
 import math
+import shlex
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from enum import Enum
@@ -259,6 +261,24 @@ def _check_mapping(name: str, value: Any) -> None:
         json.loads(value)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name}={value:.80} is not a mapping in JSON: {error}") from error
+
+
+def words_of_command(command: str) -> list[str]:
+    """The words of an agent's command line.
+
+    Raises:
+        InputError: it has no words, or this machine has no such program.
+    """
+    said = f"the agent's command line {command!r:.80}"
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise InputError(f"{said} cannot be split into words: {error}") from error
+    if not words:
+        raise InputError(f"{said} is empty")
+    if shutil.which(words[0]) is None:
+        raise InputError(f"{said}: there is no program {words[0]!r:.80} here that may be run")
+    return words
 
 
 def check_trackers(report_to: Any) -> None:

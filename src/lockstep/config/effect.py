@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from lockstep.config.option import value_of
+from lockstep.config.option import Part, value_of
 from lockstep.config.table import with_key
 from lockstep.errors import InputError
 from lockstep.private_caches import expanded
@@ -180,6 +180,7 @@ CONDITIONS = {
     "processes": Condition("with one process", lambda c: c.world_size > 1),
     "peft": Condition("without use_peft", lambda c: c.use_peft, "set use_peft"),
     "four_bits": Condition("without load_in_4bit", lambda c: c.load_in_4bit, "set load_in_4bit"),
+    "data": Condition("without dataset_name", lambda c: c.dataset_name is not None),
     "subsets": Condition("with calculator, dots, a file or a directory", _has_subsets),
     "splits": Condition("with built-in problems", lambda c: not _is_made(c)),
     "drawn_rows": Condition(
@@ -198,6 +199,15 @@ OF_A_RUN = {
     "plain_rewards": Condition("without plain reward functions", lambda r: r.scores),
     "own_engine": Condition("without an engine that the trainer starts", lambda r: r.starts_engine),
     "held_out": Condition("without data to evaluate on while training", lambda r: r.evaluates),
+}
+# What a command says of itself that lacks a part of a run.
+NOTHING_OF = {
+    Part.LEARNING: "learns nothing",
+    Part.STEPS: "takes no optimizer step",
+    Part.RUN: "makes no training run",
+    Part.HELD_OUT: "evaluates nothing",
+    Part.REWARDS: "has rewards of its own",
+    Part.ACTING: "calls no tool and no agent",
 }
 
 

@@ -23,6 +23,7 @@ from lockstep.config.option import (
     SECONDS,
     Bookkeeping,
     Bounds,
+    Part,
     option,
     refuse_other_value,
 )
@@ -233,6 +234,7 @@ class ImageFields:
         False,
         "Keep the vision tower and its projector as they are; with an adapter, also the adapter in them.",
         group="model",
+        part=Part.LEARNING,
     )
     min_pixels: int | None = option(
         None,
@@ -306,6 +308,7 @@ class ToolFields:
         group="tools",
         bounds=Bounds(0),
         only_with="acting",
+        part=Part.ACTING,
     )
     tool_timeout: float = option(
         60.0,
@@ -314,6 +317,7 @@ class ToolFields:
         bounds=SECONDS,
         bookkeeping=Bookkeeping.WAITING,
         only_with="acting",
+        part=Part.ACTING,
     )
     tool_threads: bool = option(
         False,
@@ -322,6 +326,7 @@ class ToolFields:
         group="tools",
         bookkeeping=Bookkeeping.THREADS,
         only_with="acting",
+        part=Part.ACTING,
     )
     tool_format: str | None = option(
         None,
@@ -329,6 +334,7 @@ class ToolFields:
         "llama3_json. Default: as the chat template writes them.",
         group="tools",
         only_with="calls",
+        part=Part.ACTING,
     )
 
 
@@ -348,6 +354,7 @@ class AgentFields:
         bounds=SECONDS,
         bookkeeping=Bookkeeping.WAITING,
         only_with="agent",
+        part=Part.ACTING,
     )
     gateway_host: str = option(
         "127.0.0.1",
@@ -355,6 +362,7 @@ class AgentFields:
         group="tools",
         bookkeeping=Bookkeeping.SERVERS,
         only_with="agent",
+        part=Part.ACTING,
     )
     gateway_port: int = option(
         0,
@@ -363,6 +371,7 @@ class AgentFields:
         bounds=Bounds(0, 65535),
         bookkeeping=Bookkeeping.SERVERS,
         only_with="agent",
+        part=Part.ACTING,
     )
 
 
@@ -378,6 +387,7 @@ class LogFields:
         bounds=Bounds(0, above=True),
         bookkeeping=Bookkeeping.LOGS,
         only_with="log_steps",
+        part=Part.RUN,
     )
     logging_nan_inf_filter: bool = option(
         False,
@@ -392,12 +402,14 @@ class LogFields:
         group="logging",
         common=True,
         bookkeeping=Bookkeeping.LOGS,
+        part=Part.RUN,
     )
     log_multimodal: bool = option(
         True,
         "Put small copies of images into the report, beside prompts and rollouts.",
         group="logging",
         only_with="pictures",
+        part=Part.RUN,
     )
     num_completions_to_print: int | None = option(
         None,
@@ -406,6 +418,7 @@ class LogFields:
         bounds=COUNT,
         bookkeeping=Bookkeeping.LOGS,
         only_with="printing",
+        part=Part.RUN,
     )
     log_unique_prompts: bool = option(
         False,
@@ -413,6 +426,7 @@ class LogFields:
         group="logging",
         bookkeeping=Bookkeeping.LOGS,
         only_with="printing",
+        part=Part.RUN,
     )
     rollouts_size_limit: float = option(
         1.0,
@@ -422,6 +436,7 @@ class LogFields:
         group="logging",
         bounds=Bounds(0),
         bookkeeping=Bookkeeping.LOGS,
+        part=Part.RUN,
     )
 
 

@@ -44,6 +44,17 @@ class Bookkeeping(StrEnum):
     OBJECT = "an object that is not comparable"
 
 
+class Part(StrEnum):
+    """The part of a run that a field decides. A command without that part ignores the field, and says so."""
+
+    LEARNING = "learning"
+    STEPS = "steps"
+    RUN = "run"
+    HELD_OUT = "held_out"
+    REWARDS = "rewards"
+    ACTING = "acting"
+
+
 class Bounds(NamedTuple):
     """The values that a number may have, and those that are usual.
 
@@ -97,6 +108,7 @@ class Said(TypedDict, total=False):
         common: whether `--help` shows it without `--help-all`.
         bounds: the numbers that it may have.
         bookkeeping: what it decides, if it may change when a run goes on. Otherwise it is part of the run's identity.
+        part: the part of a run that it decides; left out: what every command does.
         mapping: whether a text is read as JSON.
         also: names of types that it takes beside its declared one.
     """
@@ -105,6 +117,7 @@ class Said(TypedDict, total=False):
     common: bool
     bounds: Bounds
     bookkeeping: Bookkeeping
+    part: Part
     mapping: bool
     also: tuple[str, ...]
 

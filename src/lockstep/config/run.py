@@ -49,7 +49,7 @@ from lockstep.config.launcher import (
     take_launcher,
     use_one_gpu,
 )
-from lockstep.config.option import CONTEXT, COUNT, SECONDS, SHARE, Bookkeeping, Bounds, option, value_of
+from lockstep.config.option import CONTEXT, COUNT, SECONDS, SHARE, Bookkeeping, Bounds, Part, option, value_of
 from lockstep.config.sampling import FilterFields, InterruptionFields
 from lockstep.config.table import with_key
 from lockstep.devices import has_fast_bf16
@@ -59,6 +59,7 @@ from lockstep.errors import InputError, one_line
 from lockstep.extensions import SHARDINGS, load
 from lockstep.models.arithmetic import Precision, liger_config
 from lockstep.models.policy import check_init_kwargs
+from lockstep.private_caches import expanded
 from lockstep.safe_text import masked, without_secrets
 from lockstep.shards.settings import Sharding, switched_on, take_settings
 from lockstep.tokens.chat import NAME_IN_TEMPLATES, TemplateClock
@@ -70,6 +71,10 @@ def engine_dtype(name: str) -> torch.dtype:
 
 
 _logger = logging.getLogger(__name__)
+
+# A rank may wait for all generations that are sampled ahead. With the usual limit of 7200 s for each, 1000 of them are
+# nearly `LONGEST_WAIT`.
+MOST_STALENESS = Bounds(0, 1000, usual=(0, 64))
 
 
 @dataclass
@@ -97,6 +102,7 @@ class OnlineConfig(
         group="method",
         common=True,
         bounds=Bounds(0, 1000, usual=(0, 1)),
+        part=Part.STEPS,
     )
     bf16: bool | None = option(
         None,
@@ -116,16 +122,19 @@ class OnlineConfig(
     )
     add_special_tokens: bool = option(
         True,
-        "Add the tokenizer's special tokens (such as a begin token) to prompts that are text, as TRL does. "
-        "Off: a text is "
-        "all of its prompt.",
+        "Add the tokenizer's special tokens (such as a begin token) to prompts that are text, as TRL does.",
         group="data",
         only_with="texts",
     )
-    shuffle_dataset: bool = option(True, "Shuffle the training prompts every epoch.", group="data")
+    shuffle_dataset: bool = option(
+        True, "Shuffle the training prompts every epoch.", group="data", part=Part.RUN
+    )
 
     reward_weights: list[float] | None = option(
-        None, "One weight per reward function; default: 1 each.", group="reward"
+        None,
+        "One weight per reward function; default: 1 each.",
+        group="reward",
+        part=Part.REWARDS,
     )
     reward_timeout: float = option(
         600.0,
@@ -133,6 +142,7 @@ class OnlineConfig(
         group="reward",
         bounds=SECONDS,
         bookkeeping=Bookkeeping.WAITING,
+        part=Part.REWARDS,
     )
     max_unscored_generations: int = option(
         10,
@@ -140,13 +150,14 @@ class OnlineConfig(
         group="reward",
         bounds=COUNT,
         bookkeeping=Bookkeeping.PATIENCE,
+        part=Part.RUN,
     )
     resume_with_changes: bool = option(
         False,
-        "Resume although the data, a reward function or a setting has changed since. The receipt says what "
-        "has changed.",
+        "Resume although the data, a reward function or a setting has changed since.",
         group="saving",
         bookkeeping=Bookkeeping.RESUMING,
+        part=Part.RUN,
     )
     rehearse_rewards: bool = option(
         True,
@@ -154,6 +165,7 @@ class OnlineConfig(
         "errors early.",
         group="reward",
         bookkeeping=Bookkeeping.REHEARSAL,
+        part=Part.REWARDS,
     )
     recheck_rewards: bool = option(
         True,
@@ -162,18 +174,21 @@ class OnlineConfig(
         group="reward",
         bookkeeping=Bookkeeping.COMPARISON,
         only_with="plain_rewards",
+        part=Part.LEARNING,
     )
     vllm_importance_sampling_correction: bool = option(
         True,
         "Weight tokens by the measured trainer / engine ratio, after the gap has passed.",
         group="proofs",
         only_with="token_weights",
+        part=Part.LEARNING,
     )
     vllm_importance_sampling_mode: CorrectionMode = option(
         "token_truncate",
         "How such a weight is bounded; see lockstep.algorithms.corrections.",
         group="proofs",
         only_with="correction",
+        part=Part.LEARNING,
     )
     vllm_importance_sampling_clip_max: float | None = option(
         3.0,
@@ -181,9 +196,15 @@ class OnlineConfig(
         group="proofs",
         bounds=Bounds(0, above=True, infinite=True),
         only_with="correction",
+        part=Part.LEARNING,
     )
     vllm_importance_sampling_clip_min: float | None = option(
-        None, "Lower bound of such a weight.", group="proofs", bounds=Bounds(0), only_with="correction"
+        None,
+        "Lower bound of such a weight.",
+        group="proofs",
+        bounds=Bounds(0),
+        only_with="correction",
+        part=Part.LEARNING,
     )
 
     use_vllm: bool | None = option(
@@ -222,6 +243,8 @@ class OnlineConfig(
         "generations are sampled ahead: by a server while the trainer learns, in this process before it learns. "
         "0: they take turns.",
         group="server",
+        bounds=MOST_STALENESS,
+        part=Part.LEARNING,
     )
     vllm_model_impl: str = option(
         "vllm",
@@ -268,6 +291,7 @@ class OnlineConfig(
         "(router_aux_loss_coef in its config). 0: none.",
         group="method",
         bounds=Bounds(0),
+        part=Part.LEARNING,
     )
     token_budget: int | None = option(
         None,
@@ -369,6 +393,10 @@ class OnlineConfig(
             # As the user has set them: a copy of the config asks for the same. The base class has made no plugin from
             # them.
             self.fsdp, self.fsdp_config = True, self.shards.fields
+        for name in ("vllm_server_url_file", "vllm_server_key_file"):
+            if given := getattr(self, name):
+                # They are read again while the run lasts, and a reward function may change the working directory.
+                setattr(self, name, str(expanded(given).absolute()))
         if self.vllm_server_base_url is not None or self.vllm_server_url_file is not None:
             self.vllm_mode = "server"
         self.refuse_other_values()
@@ -605,21 +633,31 @@ class GroupConfig(OnlineConfig):
         group="sampling",
         bounds=COUNT,
         only_with="held_out",
+        part=Part.HELD_OUT,
     )
     max_completion_length: int = option(
         512, "Largest number of tokens of a completion.", group="sampling", common=True, bounds=COUNT
     )
     generation_batch_size: int | None = option(
-        None, "Completions per generation, over all ranks.", group="method", bounds=COUNT
+        None,
+        "Completions per generation, over all ranks.",
+        group="method",
+        bounds=COUNT,
+        part=Part.LEARNING,
     )
     steps_per_generation: int | None = option(
         None,
         "Micro-batches per generation; default: gradient_accumulation_steps.",
         group="method",
         bounds=COUNT,
+        part=Part.LEARNING,
     )
     num_iterations: int = option(
-        1, "Passes over each generation (μ in the GRPO paper).", group="method", bounds=COUNT
+        1,
+        "Passes over each generation (μ in the GRPO paper).",
+        group="method",
+        bounds=COUNT,
+        part=Part.LEARNING,
     )
     epsilon: float = option(
         0.2,
@@ -627,6 +665,7 @@ class GroupConfig(OnlineConfig):
         group="method",
         bounds=Bounds(0, infinite=True),
         only_with=("several_steps", "clip"),
+        part=Part.LEARNING,
     )
     epsilon_high: float | None = option(
         None,
@@ -634,6 +673,7 @@ class GroupConfig(OnlineConfig):
         group="method",
         bounds=Bounds(0, infinite=True),
         only_with=("several_steps_or_cispo", "upper_clip"),
+        part=Part.LEARNING,
     )
     beta: float = option(
         0.0,
@@ -641,20 +681,26 @@ class GroupConfig(OnlineConfig):
         group="method",
         common=True,
         bounds=Bounds(0),
+        part=Part.LEARNING,
     )
     mask_truncated_completions: bool = option(
         False,
         "Leave completions cut at the length limit out of the loss (not out of the proof).",
         group="method",
+        part=Part.LEARNING,
     )
     no_positive_resampling: float | None = option(
         None,
         "Mean reward of a group from which its prompt is left out of later passes over the data; unset: none "
         "is left out.",
         group="method",
+        part=Part.RUN,
     )
     sync_ref_model: bool = option(
-        False, "Let the reference model follow the policy (TR-DPO).", group="method"
+        False,
+        "Let the reference model follow the policy (TR-DPO).",
+        group="method",
+        part=Part.STEPS,
     )
     ref_model_mixup_alpha: float = option(
         0.6,
@@ -662,9 +708,15 @@ class GroupConfig(OnlineConfig):
         group="method",
         bounds=SHARE,
         only_with="moving_reference",
+        part=Part.STEPS,
     )
     ref_model_sync_steps: int = option(
-        512, "Optimizer steps between two syncs.", group="method", bounds=COUNT, only_with="moving_reference"
+        512,
+        "Optimizer steps between two syncs.",
+        group="method",
+        bounds=COUNT,
+        only_with="moving_reference",
+        part=Part.STEPS,
     )
 
     @property

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.checks import check_bounds
-from lockstep.config.option import COUNT, Bounds, option
+from lockstep.config.option import COUNT, SHARE, Bounds, option
 from lockstep.contract.sampling import (
     GRAMMAR_FIELDS,
     LARGEST_TEMPERATURE,
@@ -107,24 +107,35 @@ class FilterFields:
         1.0,
         "Sample among the likeliest tokens that together have this probability; 1: all.",
         group="sampling",
+        bounds=SHARE,
         common=True,
     )
-    top_k: int = option(0, "Sample among this many likeliest tokens; 0: all.", group="sampling")
+    top_k: int = option(
+        0, "Sample among this many likeliest tokens; 0: all.", group="sampling", bounds=Bounds(0)
+    )
     min_p: float | None = option(
         None,
         "Sample among tokens at least this share as likely as the likeliest; unset: all.",
         group="sampling",
+        bounds=Bounds(0, 1),
     )
     repetition_penalty: float = option(
         1.0,
         "Divides the logits of tokens of prompt and completion (negative: multiplies); 1: none.",
         group="sampling",
+        bounds=Bounds(0, above=True),
     )
     presence_penalty: float = option(
-        0.0, "Subtracted from the logits of tokens that the completion already has.", group="sampling"
+        0.0,
+        "Subtracted from the logits of tokens that the completion already has.",
+        group="sampling",
+        bounds=Bounds(-2, 2),
     )
     frequency_penalty: float = option(
-        0.0, "Subtracted as often as the completion already has the token.", group="sampling"
+        0.0,
+        "Subtracted as often as the completion already has the token.",
+        group="sampling",
+        bounds=Bounds(-2, 2),
     )
     logit_bias: dict | str | None = option(
         None, "Token ids, and what is added to the logit of each.", group="sampling", mapping=True
@@ -134,7 +145,10 @@ class FilterFields:
         None, "The only token ids that may be sampled; unset: all.", group="sampling"
     )
     min_tokens: int = option(
-        0, "Tokens before which neither an end token nor a stop string ends a completion.", group="sampling"
+        0,
+        "Tokens before which neither an end token nor a stop string ends a completion.",
+        group="sampling",
+        bounds=Bounds(0),
     )
     generation_kwargs: dict | str | None = option(
         None, f"TRL's other way to set {', '.join(_KWARGS)}.", group="sampling", mapping=True
@@ -155,6 +169,7 @@ class FilterFields:
         32768,
         "Largest number of tokens that top_p, top_k and min_p may keep at one place; bounds the memory.",
         group="sampling",
+        bounds=COUNT,
         only_with="filter",
     )
 
@@ -312,6 +327,7 @@ class InterruptionFields:
         None,
         "If set, that number is drawn between this and max_thinking_length; unset: always max_thinking_length.",
         group="sampling",
+        bounds=COUNT,
     )
     interruption: str = option(
         _INTERRUPTION,

@@ -10,7 +10,7 @@ import functools
 import inspect
 from typing import Any
 
-from lockstep.config.option import COUNT, LONGEST_WAIT, SEED, About, Bookkeeping, Bounds, about
+from lockstep.config.option import COUNT, LONGEST_WAIT, SEED, About, Bookkeeping, Bounds, Part, about
 
 _SAMPLED = "an evaluation samples with the engine, in the engine's dtype and batches"
 _NO_OUTPUTS = "an evaluation samples, and gathers no outputs of the model"
@@ -23,106 +23,129 @@ _BY_CALLER = "what is called says it"
 
 # Fields of transformers, in their order in `--help`.
 INHERITED: dict[str, About] = {
-    "gradient_checkpointing": about(group="model", bookkeeping=Bookkeeping.MEMORY),
+    "gradient_checkpointing": about(group="model", bookkeeping=Bookkeeping.MEMORY, part=Part.LEARNING),
     "gradient_checkpointing_kwargs": about(
         "Arguments of torch's `checkpoint`, such as use_reentrant.",
         group="model",
         bookkeeping=Bookkeeping.MEMORY,
         only_with="checkpointing",
+        part=Part.LEARNING,
     ),
     "use_liger_kernel": about(group="model"),
-    "eval_strategy": about(group="data", bookkeeping=Bookkeeping.LOGS),
+    "eval_strategy": about(group="data", bookkeeping=Bookkeeping.LOGS, part=Part.RUN),
     "eval_steps": about(
-        group="data", bounds=Bounds(0, above=True), bookkeeping=Bookkeeping.LOGS, only_with="evaluation_steps"
+        group="data",
+        bounds=Bounds(0, above=True),
+        bookkeeping=Bookkeeping.LOGS,
+        only_with="evaluation_steps",
+        part=Part.RUN,
     ),
-    "eval_on_start": about(group="data", bookkeeping=Bookkeeping.LOGS, only_with="held_out"),
-    "eval_delay": about(group="data", bookkeeping=Bookkeeping.LOGS, only_with="evaluation"),
-    "max_steps": about(group="method", common=True, bounds=Bounds(1, 10**12, special=(-1,))),
-    "num_train_epochs": about(group="method", common=True, bounds=Bounds(0, above=True), only_with="epochs"),
-    "per_device_train_batch_size": about(group="method", common=True, bounds=COUNT),
-    "gradient_accumulation_steps": about(group="method", common=True, bounds=COUNT),
-    "lr_scheduler_type": about(group="method"),
-    "lr_scheduler_kwargs": about(group="method"),
-    "warmup_steps": about(group="method", bounds=Bounds(0), only_with="warm_up"),
+    "eval_on_start": about(group="data", bookkeeping=Bookkeeping.LOGS, only_with="held_out", part=Part.RUN),
+    "eval_delay": about(group="data", bookkeeping=Bookkeeping.LOGS, only_with="evaluation", part=Part.RUN),
+    "max_steps": about(group="method", common=True, bounds=Bounds(1, 10**12, special=(-1,)), part=Part.RUN),
+    "num_train_epochs": about(
+        group="method", common=True, bounds=Bounds(0, above=True), only_with="epochs", part=Part.RUN
+    ),
+    "per_device_train_batch_size": about(group="method", common=True, bounds=COUNT, part=Part.LEARNING),
+    "gradient_accumulation_steps": about(group="method", common=True, bounds=COUNT, part=Part.LEARNING),
+    "lr_scheduler_type": about(group="method", part=Part.STEPS),
+    "lr_scheduler_kwargs": about(group="method", part=Part.STEPS),
+    "warmup_steps": about(group="method", bounds=Bounds(0), only_with="warm_up", part=Part.STEPS),
     "optim": about(
         "The optimizer. Those that step inside the backward (lomo, layerwise, schedule_free) are refused.",
         group="method",
+        part=Part.STEPS,
     ),
-    "optim_args": about(group="method"),
-    "weight_decay": about(group="method", bounds=Bounds(0)),
-    "max_grad_norm": about(group="method", bounds=Bounds(0, infinite=True)),
-    "adam_beta1": about(group="method", bounds=Bounds(0, 1, below=True), only_with="betas"),
-    "adam_beta2": about(group="method", bounds=Bounds(0, 1, below=True), only_with="betas"),
-    "adam_epsilon": about(group="method", bounds=Bounds(0), only_with="eps"),
+    "optim_args": about(group="method", part=Part.STEPS),
+    "weight_decay": about(group="method", bounds=Bounds(0), part=Part.STEPS),
+    "max_grad_norm": about(group="method", bounds=Bounds(0, infinite=True), part=Part.STEPS),
+    "adam_beta1": about(group="method", bounds=Bounds(0, 1, below=True), only_with="betas", part=Part.STEPS),
+    "adam_beta2": about(group="method", bounds=Bounds(0, 1, below=True), only_with="betas", part=Part.STEPS),
+    "adam_epsilon": about(group="method", bounds=Bounds(0), only_with="eps", part=Part.STEPS),
     "seed": about(group="method", common=True, bounds=SEED),
-    "data_seed": about(group="method", bounds=SEED, only_with="shuffled"),
-    "report_to": about(group="logging", common=True, bookkeeping=Bookkeeping.PLACE),
+    "data_seed": about(group="method", bounds=SEED, only_with="shuffled", part=Part.RUN),
+    "report_to": about(group="logging", common=True, bookkeeping=Bookkeeping.PLACE, part=Part.RUN),
     "run_name": about(
         "Name of the run: in trackers, and in the title of its report.",
         group="logging",
         bookkeeping=Bookkeeping.PLACE,
+        part=Part.RUN,
     ),
-    "project": about(group="logging", bookkeeping=Bookkeeping.PLACE, only_with="trackio"),
-    "logging_strategy": about(group="logging", bookkeeping=Bookkeeping.LOGS),
-    "logging_first_step": about(group="logging", bookkeeping=Bookkeeping.LOGS),
+    "project": about(group="logging", bookkeeping=Bookkeeping.PLACE, only_with="trackio", part=Part.RUN),
+    "logging_strategy": about(group="logging", bookkeeping=Bookkeeping.LOGS, part=Part.RUN),
+    "logging_first_step": about(group="logging", bookkeeping=Bookkeeping.LOGS, part=Part.RUN),
     "log_level": about(group="logging", bookkeeping=Bookkeeping.LOGS),
-    "output_dir": about(group="saving", common=True, bookkeeping=Bookkeeping.PLACE),
+    "output_dir": about(group="saving", common=True, bookkeeping=Bookkeeping.PLACE, part=Part.RUN),
     "save_steps": about(
         group="saving",
         common=True,
         bounds=Bounds(0, above=True),
         bookkeeping=Bookkeeping.LOGS,
         only_with="save_steps",
+        part=Part.RUN,
     ),
     "save_total_limit": about(
-        group="saving", common=True, bounds=COUNT, bookkeeping=Bookkeeping.LOGS, only_with="saving"
+        group="saving",
+        common=True,
+        bounds=COUNT,
+        bookkeeping=Bookkeeping.LOGS,
+        only_with="saving",
+        part=Part.RUN,
     ),
     "save_strategy": about(
         "When checkpoints are written: no, steps, epoch, or best (after an evaluation that is the best so far).",
         group="saving",
         bookkeeping=Bookkeeping.LOGS,
+        part=Part.RUN,
     ),
-    "save_only_model": about(group="saving", bookkeeping=Bookkeeping.LOGS, only_with="saving"),
-    "load_best_model_at_end": about(group="saving", bookkeeping=Bookkeeping.LOGS, only_with="saving_best"),
+    "save_only_model": about(group="saving", bookkeeping=Bookkeeping.LOGS, only_with="saving", part=Part.RUN),
+    "load_best_model_at_end": about(
+        group="saving", bookkeeping=Bookkeeping.LOGS, only_with="saving_best", part=Part.RUN
+    ),
     "metric_for_best_model": about(
         "Metric of an evaluation by which `load_best_model_at_end` chooses. Default: reward.",
         group="saving",
         bookkeeping=Bookkeeping.LOGS,
         only_with="metric",
+        part=Part.RUN,
     ),
-    "greater_is_better": about(group="saving", bookkeeping=Bookkeeping.LOGS, only_with="metric"),
-    "push_to_hub": about(group="saving", bookkeeping=Bookkeeping.HUB),
-    "hub_model_id": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
-    "hub_strategy": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
+    "greater_is_better": about(
+        group="saving", bookkeeping=Bookkeeping.LOGS, only_with="metric", part=Part.RUN
+    ),
+    "push_to_hub": about(group="saving", bookkeeping=Bookkeeping.HUB, part=Part.RUN),
+    "hub_model_id": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub", part=Part.RUN),
+    "hub_strategy": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub", part=Part.RUN),
     "hub_private_repo": about(
         "Whether a new repository, or a new Space of trackio, is private. Default: as the account says.",
         group="saving",
         bookkeeping=Bookkeeping.HUB,
         only_with="hub_or_trackio",
+        part=Part.RUN,
     ),
-    "hub_revision": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
-    "hub_always_push": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub"),
-    "hub_token": about(group="saving", only_with="hub"),
+    "hub_revision": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub", part=Part.RUN),
+    "hub_always_push": about(group="saving", bookkeeping=Bookkeeping.HUB, only_with="hub", part=Part.RUN),
+    "hub_token": about(group="saving", only_with="hub", part=Part.RUN),
     "ddp_timeout": about(
         bounds=Bounds(1, LONGEST_WAIT), bookkeeping=Bookkeeping.WAITING, only_with="processes"
     ),
     # TrainingArguments had it until transformers 5.
-    "logging_dir": about(bookkeeping=Bookkeeping.PLACE),
-    "trackio_bucket_id": about(bookkeeping=Bookkeeping.PLACE, only_with="trackio"),
-    "trackio_static_space_id": about(bookkeeping=Bookkeeping.PLACE, only_with="trackio"),
-    "trackio_space_id": about(bookkeeping=Bookkeeping.PLACE, only_with="trackio"),
+    "logging_dir": about(bookkeeping=Bookkeeping.PLACE, part=Part.RUN),
+    "trackio_bucket_id": about(bookkeeping=Bookkeeping.PLACE, only_with="trackio", part=Part.RUN),
+    "trackio_static_space_id": about(bookkeeping=Bookkeeping.PLACE, only_with="trackio", part=Part.RUN),
+    "trackio_space_id": about(bookkeeping=Bookkeeping.PLACE, only_with="trackio", part=Part.RUN),
     "resume_from_checkpoint": about(
         "A checkpoint from which `trainer.train()` goes on. Commands go on by themselves, and refuse it.",
         bookkeeping=Bookkeeping.PLACE,
+        part=Part.RUN,
     ),
     # `eval_strategy` sets it.
-    "do_eval": about(bookkeeping=Bookkeeping.LOGS, only_with="evaluation"),
-    "skip_memory_metrics": about(bookkeeping=Bookkeeping.LOGS),
-    "log_on_each_node": about(bookkeeping=Bookkeeping.LOGS, only_with="processes"),
-    "include_num_input_tokens_seen": about(bookkeeping=Bookkeeping.LOGS),
-    "disable_tqdm": about(bookkeeping=Bookkeeping.LOGS),
+    "do_eval": about(bookkeeping=Bookkeeping.LOGS, only_with="evaluation", part=Part.RUN),
+    "skip_memory_metrics": about(bookkeeping=Bookkeeping.LOGS, part=Part.RUN),
+    "log_on_each_node": about(bookkeeping=Bookkeeping.LOGS, only_with="processes", part=Part.RUN),
+    "include_num_input_tokens_seen": about(bookkeeping=Bookkeeping.LOGS, part=Part.RUN),
+    "disable_tqdm": about(bookkeeping=Bookkeeping.LOGS, part=Part.RUN),
     "log_level_replica": about(bookkeeping=Bookkeeping.LOGS, only_with="processes"),
-    "torch_empty_cache_steps": about(bookkeeping=Bookkeeping.MEMORY, only_with="gpu"),
+    "torch_empty_cache_steps": about(bookkeeping=Bookkeeping.MEMORY, only_with="gpu", part=Part.STEPS),
     "deepspeed": about(bookkeeping=Bookkeeping.MEMORY),
     "fsdp": about(bookkeeping=Bookkeeping.MEMORY, also=("bool", "list")),
     "fsdp_config": about(bookkeeping=Bookkeeping.MEMORY, only_with="fsdp"),
@@ -186,8 +209,11 @@ INHERITED: dict[str, About] = {
     "do_predict": about(no_effect=(False, _BY_CALLER)),
     "tf32": about(only_with="gpu"),
     "ddp_backend": about(only_with="processes"),
-    "save_on_each_node": about(only_with="processes"),
-    "optim_target_modules": about(only_with="projection"),
+    "save_on_each_node": about(only_with="processes", part=Part.RUN),
+    "optim_target_modules": about(only_with="projection", part=Part.STEPS),
+    "use_cache": about(part=Part.RUN),
+    "restore_callback_states_from_checkpoint": about(part=Part.RUN),
+    "debug": about(part=Part.STEPS),
 }
 
 

@@ -6,9 +6,6 @@ was seen stands in docs/reference/models.md. The proofs of the first push find a
 
 from __future__ import annotations
 
-import ast
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,6 +13,7 @@ from transformers import AutoConfig
 
 from lockstep.contract.tensors import dtype_name
 from lockstep.engines.vllm.port.patches import CPU_NORMS
+from lockstep.engines.vllm.source import names_of_engine
 from lockstep.errors import InputError, did_you_mean, one_line
 from lockstep.extensions import HELD_FORMS
 from lockstep.model_files import load_files
@@ -209,7 +207,7 @@ def check_user_arguments(names: set[str], where: str) -> None:
         raise InputError(f"{where} may not set {', '.join(sorted(refused))}: log-probs would differ")
     # Names that are no text come from YAML: `{1: 2}`.
     for name in sorted(map(str, names)):
-        if (known := _names_of_vllm()) and name not in known:
+        if (known := names_of_engine()) and name not in known:
             hint = did_you_mean(name, known) or "its names are those of vllm.LLM and vllm.EngineArgs"
             raise InputError(f"{where}: vLLM has no argument {name!r}; {hint}")
 
@@ -222,31 +220,6 @@ def told_by_vllm(error: Exception) -> str:
         wrong = (f"{'.'.join(map(str, one['loc'])) or error.title}: {one['msg']}" for one in error.errors())
         return "; ".join(wrong)
     return f"{type(error).__name__}: {one_line(error):.300}"
-
-
-def _names_of_vllm() -> frozenset[str]:
-    """The names of the arguments of the installed `vllm.LLM`; empty if vLLM is not installed.
-
-    They are read from vLLM's source: an import takes seconds, and reads an environment that Lockstep has not set.
-    """
-    spec = find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        return frozenset()
-    source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
-    if not source.is_file():
-        return frozenset()
-    (found,) = (
-        node
-        for node in ast.parse(source.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
-    )
-    fields = {
-        node.target.id
-        for node in found.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-    # `vllm.LLM` takes every field of EngineArgs, and this.
-    return frozenset(name for name in fields | {"chat_template"} if not name.startswith("_"))
 
 
 _EXPERTS = "its loader of experts cannot take weights a second time"

@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import os
-import shlex
 import subprocess
 import tempfile
 import threading
@@ -27,6 +26,7 @@ from typing import IO, Any, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from lockstep.config.checks import words_of_command
 from lockstep.config.fields import AgentFunction, Reward
 from lockstep.config.run import OnlineConfig
 from lockstep.config.sampling import sampling_of
@@ -429,12 +429,7 @@ def agent_of(agent: Any, timeout: float) -> Agent:
         raise InputError(
             f"agent={agent!r:.80}; give a function agent(base_url, api_key, row), or a command line as one text"
         )
-    try:
-        words = shlex.split(agent)
-    except ValueError as error:
-        why = f"cannot be split into words: {error}"
-        raise InputError(f"the agent's command line {agent!r:.80} {why}") from error
-    return Agent(None, tuple(words), timeout)
+    return Agent(None, tuple(words_of_command(agent)), timeout)
 
 
 def _check(config: OnlineConfig) -> None:

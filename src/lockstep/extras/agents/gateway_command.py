@@ -18,19 +18,16 @@ from lockstep.cli.fields import (
     check_effect,
     check_inputs,
     check_sizes,
-    decides_learning,
     read,
     said_of,
+    without_unused,
 )
-from lockstep.cli.help import fields_of
-from lockstep.cli.training import load_config, refuse_adapter
-from lockstep.config.option import option
+from lockstep.cli.training import load_config, refuse_adapter, with_one_group
+from lockstep.config.option import Part, option
 from lockstep.errors import InputError
 from lockstep.files import append_line, check_writable, temporary_folder
 from lockstep.progress import busy, watched_by
 from lockstep.safe_text import say
-
-_EVALUATION = ("eval_size", "dataset_test_split", "num_generations_eval")
 
 
 @dataclass
@@ -52,11 +49,9 @@ def run(words: list[str]) -> int:
         InputError: bad arguments, or no agent is named.
         LockstepError: the rollouts could not be made or proven.
     """
-    given = read(words, "gateway")
+    given = with_one_group(without_unused(read(words, "gateway"), "gateway", (Part.REWARDS, Part.ACTING)))
     about = said_of(given, GatewayArguments)
-    unused = [name for name, field in fields_of("gateway").items() if decides_learning(name, field)]
-    where = "in lockstep gateway, which learns, saves and evaluates nothing"
-    check_effect(about, given, [*unused, *_EVALUATION], where)
+    check_effect(about, given)
     check_sizes(about)
     if not given.dry_run:
         check_inputs(about)

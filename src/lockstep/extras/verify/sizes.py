@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# What the command line adds to the user's own words: sizes that finish in a minute, and no files.
+# What a verification sets itself: sizes that finish in a minute, and no files.
 SIZES = {
     "num_generations": 4,
     "per_device_train_batch_size": 12,
@@ -18,4 +18,8 @@ SIZES = {
     "learning_rate": 1e-6,
     # A verification learns nothing.
     "router_aux_loss_coef": 0.0,
+    # Its completions are too short to be interrupted, and its checks ask the engine at any time.
+    "max_thinking_length": None,
+    "min_thinking_length": None,
+    "vllm_enable_sleep_mode": False,
 }

@@ -52,19 +52,6 @@ _QUESTIONS = (
 )
 
 
-@dataclass
-class StageConfig(GRPOConfig):
-    """A run's configuration on a stage, whose completions are too short to be interrupted.
-
-    The engine does not sleep, because checks ask it at any time.
-    """
-
-    def __post_init__(self) -> None:
-        self.max_thinking_length = self.min_thinking_length = None
-        self.vllm_enable_sleep_mode = False
-        super().__post_init__()
-
-
 class _BeginAndEnd(TrainerCallback):
     """Calls a function before an optimizer step of a run begins, and ends the run when it is long enough."""
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.fields import (
     AdaptedRunArguments,
-    Given,
     build,
     check_effect,
     check_model,
@@ -20,16 +19,18 @@ from lockstep.cli.fields import (
     read,
     resolved,
     said_of,
+    without_unused,
 )
-from lockstep.cli.help import fields_of, underscored
+from lockstep.cli.help import underscored
 from lockstep.cli.output import libraries_aside, quiet_libraries
 from lockstep.config.effect import tell_no_effect
-from lockstep.config.option import option
+from lockstep.config.option import Part, option
 from lockstep.errors import InputError, ProofError
 from lockstep.extras.verify.sizes import SIZES
 from lockstep.files import check_writable, what_is_at
 from lockstep.progress import busy, watched_by
 from lockstep.safe_text import complain, say
+from lockstep.start_up import collector_off, import_peft
 
 if TYPE_CHECKING:
     # It needs torch.
@@ -55,11 +56,17 @@ class VerifyArguments(AdaptedRunArguments):
 
 def run(words: list[str]) -> int:
     """Run the command. Returns 0 if every proof passes (in the self-test: if every fault is caught), else 1."""
-    # These sizes come last, so they win over the user's words. They only decide how long the command takes.
-    sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
-    given = replace(read([*_with_dtype(words), *sizes], "verify"), typed=tuple(map(underscored, words)))
+    given = replace(read(_with_dtype(words), "verify"), typed=tuple(map(underscored, words)))
     asked = said_of(given, VerifyArguments)
-    _say_unused(asked, given)
+    if alone := next((name for name in ("receipt", "explain") if getattr(asked, name) is not None), None):
+        if others := sorted(given.typed_names - {alone}):
+            tell_no_effect(others, f"with {alone}")
+    else:
+        # Only the self-test steps.
+        parts = (Part.LEARNING, *([Part.STEPS] if asked.self_test else []))
+        given = without_unused(given, "verify", parts, SIZES)
+        asked = said_of(given, VerifyArguments)
+        check_effect(asked, given)
     check_sizes(asked)
     if not given.dry_run:
         if asked.dtype is not None and not any(word.startswith("--dtype") for word in words):
@@ -74,11 +81,12 @@ def run(words: list[str]) -> int:
         _check_asked(asked, given.values)
     from lockstep.progress import StatusLine
 
-    with watched_by(StatusLine()), busy("loading PyTorch and transformers"):
+    with watched_by(StatusLine()), busy("loading PyTorch and transformers"), collector_off():
         quiet_libraries()
-        from lockstep.extras.verify.stage import StageConfig
+        import_peft()
+        from lockstep.learn.methods.grpo import GRPOConfig
 
-        arguments, config = build(given, StageConfig, VerifyArguments)
+        arguments, config = build(given, GRPOConfig, VerifyArguments)
     if given.dry_run:
         say(resolved(arguments, config), end="")
         return 0
@@ -91,53 +99,11 @@ def run(words: list[str]) -> int:
             made = copy.deepcopy(plain)
             return _for_faults(made) if arguments.self_test else made
         more = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
-        made = build(read([*_with_dtype(words), *sizes, *more], "verify"), StageConfig, VerifyArguments)[1]
+        made = build(replace(given, words=(*given.words, *more)), GRPOConfig, VerifyArguments)[1]
         return _for_faults(made) if arguments.self_test else made
 
     with libraries_aside():
         return _verify(arguments, _for_faults(config) if arguments.self_test else config, config_with)
-
-
-# A proof has prompts and rewards of its own: rewards, tools, agents and held-out rows are not used.
-_UNUSED = {
-    *SIZES,
-    *(
-        "reward_funcs",
-        "reward_weights",
-        "tools",
-        "environment_factory",
-        "rollout_func",
-        "agent",
-        "agent_command",
-    ),
-    *(
-        "eval_size",
-        "dataset_test_split",
-        "num_generations_eval",
-        "max_steps",
-        "num_train_epochs",
-        "eval_steps",
-    ),
-    *("eval_on_start", "eval_delay", "logging_steps", "logging_strategy", "logging_first_step"),
-    *("max_thinking_length", "min_thinking_length", "vllm_enable_sleep_mode", "resume_with_changes"),
-}
-# Fields of the data, which is read only if it is named.
-_OF_DATA = ("dataset_config", "dataset_train_split", "dataset_types", "dataset_seed", "train_size")
-
-
-def _say_unused(asked: VerifyArguments, given: Given) -> None:
-    for name in ("receipt", "explain"):
-        if getattr(asked, name) is not None:
-            if others := sorted(given.typed_names - {name}):
-                tell_no_effect(others, f"with {name}")
-            return
-    fields = fields_of("verify")
-    # "saving" is the group of what a run keeps.
-    unused = _UNUSED | {name for name, field in fields.items() if field.get("group") == "saving"}
-    if asked.dataset_name is None:
-        unused |= set(_OF_DATA)
-    where = "in lockstep verify, which has sizes, prompts and rewards of its own"
-    check_effect(asked, given, unused, where)
 
 
 def _for_faults(config: Any) -> Any:

@@ -34,7 +34,7 @@ from lockstep.algorithms.losses import (
     vespo_loss,
 )
 from lockstep.config.documented import documented
-from lockstep.config.option import SHARE, Bounds, option
+from lockstep.config.option import SHARE, Bounds, Part, option
 from lockstep.config.run import GroupConfig
 from lockstep.errors import InputError
 from lockstep.learn.methods.objective import (
@@ -68,12 +68,14 @@ class GRPOConfig(GroupConfig):
         "The loss of a token, and how tokens are averaged; see docs/reference/methods.md.",
         group="method",
         common=True,
+        part=Part.LEARNING,
     )
     importance_sampling_level: ImportanceLevel = option(
         "token",
         "One ratio per token, or one per completion (GSPO).",
         group="method",
         only_with="several_steps_or_kl",
+        part=Part.LEARNING,
     )
     delta: float | None = option(
         None,
@@ -81,6 +83,7 @@ class GRPOConfig(GroupConfig):
         group="method",
         bounds=Bounds(0, above=True, infinite=True),
         only_with=("several_steps_or_below_1", "clip"),
+        part=Part.LEARNING,
     )
     sapo_temperature_pos: float = option(
         1.0,
@@ -88,6 +91,7 @@ class GRPOConfig(GroupConfig):
         group="method",
         bounds=Bounds(0, above=True),
         only_with="sapo",
+        part=Part.LEARNING,
     )
     sapo_temperature_neg: float = option(
         1.05,
@@ -95,24 +99,42 @@ class GRPOConfig(GroupConfig):
         group="method",
         bounds=Bounds(0, above=True),
         only_with="sapo",
+        part=Part.LEARNING,
     )
     vespo_k_pos: float = option(
-        2.0, "VESPO's exponent for positive advantages.", group="method", only_with="vespo"
+        2.0,
+        "VESPO's exponent for positive advantages.",
+        group="method",
+        only_with="vespo",
+        part=Part.LEARNING,
     )
     vespo_lambda_pos: float = option(
-        3.0, "VESPO's decay for positive advantages.", group="method", only_with="vespo"
+        3.0,
+        "VESPO's decay for positive advantages.",
+        group="method",
+        only_with="vespo",
+        part=Part.LEARNING,
     )
     vespo_k_neg: float = option(
-        3.0, "VESPO's exponent for negative advantages.", group="method", only_with="vespo"
+        3.0,
+        "VESPO's exponent for negative advantages.",
+        group="method",
+        only_with="vespo",
+        part=Part.LEARNING,
     )
     vespo_lambda_neg: float = option(
-        2.0, "VESPO's decay for negative advantages.", group="method", only_with="vespo"
+        2.0,
+        "VESPO's decay for negative advantages.",
+        group="method",
+        only_with="vespo",
+        part=Part.LEARNING,
     )
     use_bias_correction_kl: bool = option(
         True,
         "Weight the KL term by the importance ratio, which makes its gradient unbiased.",
         group="method",
         only_with="kl",
+        part=Part.LEARNING,
     )
     scale_rewards: str = option(
         "group",
@@ -120,52 +142,74 @@ class GRPOConfig(GroupConfig):
         group="method",
         also=("bool",),
         only_with="summed_rewards",
+        part=Part.LEARNING,
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
-        "sum_then_normalize", "Sum the rewards, or normalise each by itself first (GDPO).", group="method"
+        "sum_then_normalize",
+        "Sum the rewards, or normalise each by itself first (GDPO).",
+        group="method",
+        part=Part.LEARNING,
     )
     average_by_prompt: bool = option(
         False,
         "Average over each prompt's tokens, then over prompts, instead of as loss_type does (ScaleRL).",
         group="method",
+        part=Part.LEARNING,
     )
     filter_zero_variance: bool = option(
         False,
         "Leave groups with equal rewards out of the step, including its averages and standard deviation.",
         group="method",
+        part=Part.LEARNING,
     )
     top_entropy_quantile: float = option(
         1.0,
         "Share of a step's tokens, those with the highest entropy, that the policy term learns from.",
         group="method",
         bounds=SHARE,
+        part=Part.LEARNING,
     )
-    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", group="method")
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", group="method", part=Part.LEARNING)
     use_adaptive_entropy: bool = option(
         False,
         "Raise entropy_coef while entropy is at or below entropy_target, else lower it.",
         group="method",
+        part=Part.LEARNING,
     )
     entropy_coef_min: float = option(
-        0.0, "Smallest coefficient of the adaptive bonus.", group="method", only_with="adaptive_entropy"
+        0.0,
+        "Smallest coefficient of the adaptive bonus.",
+        group="method",
+        only_with="adaptive_entropy",
+        part=Part.LEARNING,
     )
     entropy_coef_max: float = option(
-        1.0, "Largest coefficient of the adaptive bonus.", group="method", only_with="adaptive_entropy"
+        1.0,
+        "Largest coefficient of the adaptive bonus.",
+        group="method",
+        only_with="adaptive_entropy",
+        part=Part.LEARNING,
     )
     entropy_coef_delta: float = option(
-        0.005, "Change of the adaptive coefficient per step.", group="method", only_with="adaptive_entropy"
+        0.005,
+        "Change of the adaptive coefficient per step.",
+        group="method",
+        only_with="adaptive_entropy",
+        part=Part.LEARNING,
     )
     entropy_target: float = option(
         0.2,
         "Target entropy of the adaptive bonus, in nats per token.",
         group="method",
         only_with="adaptive_entropy",
+        part=Part.LEARNING,
     )
     off_policy_mask_threshold: float | None = option(
         None,
         "Drop completions with a negative advantage whose mean log-prob has fallen by more than this.",
         group="method",
         bounds=Bounds(infinite=True),
+        part=Part.LEARNING,
     )
 
     def __post_init__(self) -> None:
