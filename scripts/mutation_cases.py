@@ -2140,6 +2140,12 @@ MUTATIONS = [
         "tests/watch/test_forward_settings.py::test_a_setting_that_changes_outside_of_a_callback_stops_the_run_at_once",
     ),
     Mutation(
+        "held_weights: digests of all versions are kept",
+        "        if self._compared % _KEPT == 0:",
+        "        if False:",
+        "tests/watch/test_held_weights.py::test_a_long_run_keeps_no_more_digests_than_a_short_one",
+    ),
+    Mutation(
         "checkpoint: the written files are believed",
         "            check_written(Path(output_dir), memory",
         "            _ = (Path(output_dir), memory",

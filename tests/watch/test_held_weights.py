@@ -22,14 +22,15 @@ from lockstep.errors import ProofError
 from lockstep.extras.selftest.seams import Named, loads_instead
 from lockstep.models.arithmetic import Precision
 from lockstep.tokens.chat import load_tokenizer
+from lockstep.watch import held_weights
 from lockstep.watch.push import ProvenPusher
 from lockstep.weights.push import weights_of
 
 DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.release)]
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get
-# Relative changes that the module probe does not see. In half precision they change about one element in four.
 # Pushes after which a model of two layers was compared as a whole on a CPU.
 PUSHES = 8
+# Relative changes that the module probe does not see. In half precision they change about one element in four.
 SMALL = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 3e-4}
 
 
@@ -190,6 +191,19 @@ def test_older_weights_are_named_with_their_version_within_four_pushes(case: Any
     assert failed.check == "held_weights"
     assert failed.found.endswith(f"in 1 tensors, compared to the bit: {late}")
     assert "the engine computes with older weights" in failed.cause
+
+
+def test_a_long_run_keeps_no_more_digests_than_a_short_one(
+    case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_weights, "_KEPT", 4)
+    model = make_model()
+    pusher, kept = pusher_of(model, case.engine, case.dtype), list[int]()
+    for version in range(24):
+        pusher.push(version)
+        move(model, SMALL[case.dtype], version)
+        kept.append(sum(map(len, pusher.held_weights._versions.values())))
+    assert max(kept[16:]) <= max(kept[8:16])
 
 
 def test_a_precision_that_rounds_products_is_set_aside_while_weights_are_read() -> None:

@@ -42,6 +42,8 @@ from lockstep.weights.source import PlainSource
 _PACE_ON_A_CPU = 4
 # How many tensors an error names.
 _NAMED = 4
+# For so many pushes at least a digest is kept, to know the version of older numbers.
+_KEPT = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ class HeldWeights:
         self._turn = 0
         # By part and digest, the last version in which the trainer had these numbers there.
         self._versions: dict[str, dict[str, int]] = {}
+        # Number of comparisons, and the version at which digests were forgotten.
+        self._compared, self._forgotten_at = 0, 0
 
     @torch.no_grad()
     def compare(self, version: int, *, every: bool) -> HeldRecord:
@@ -135,6 +139,9 @@ class HeldWeights:
             self._digests(self._columns((self._turn + ahead) % self._shares), version)
         versions = {part: self._versions[str(_plain(part))].get(digest) for part, digest in wrong.items()}
         tensors = {part: self._tensors(part, version) for part in wrong}
+        self._compared += 1
+        if self._compared % _KEPT == 0:
+            self._forget(version)
         late = [part for part in wrong if versions[part] is not None]
         servers = sorted({part.name.rpartition("/")[0] for part in wrong} - {""})
         return HeldRecord(
@@ -148,6 +155,14 @@ class HeldWeights:
             tuple(servers),
             time.perf_counter() - start,
         )
+
+    def _forget(self, version: int) -> None:
+        """Forget digests from before the last call, so that a long run needs no more memory than a short one."""
+        oldest, self._forgotten_at = self._forgotten_at, version
+        kept = (
+            (label, {d: v for d, v in own.items() if v >= oldest}) for label, own in self._versions.items()
+        )
+        self._versions = {label: own for label, own in kept if own}
 
     # ---- which parts ------------------------------------------------------------------------------------------------
 
