@@ -1,4 +1,4 @@
-"""A trainer of your own on a running server: sample, learn, update, prove. (docs/internals/server.md)
+"""A trainer of your own on a running server: sample, learn, update, prove. (docs/guides/own-trainer.md)
 
     lockstep serve smollm2-135m-instruct --max_model_len 256 &        # prints a line when it is ready
     python examples/own_trainer.py http://127.0.0.1:8000              # two minutes on two CPU cores

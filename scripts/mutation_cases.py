@@ -52,6 +52,7 @@ POLICY = "tests/algorithms/test_policy_loss.py"
 MASKS = "tests/algorithms/test_masks_and_divergence.py"
 RETURNS = "tests/algorithms/test_returns.py"
 PAIRS = "tests/algorithms/test_preference_loss.py"
+HELD = "tests/watch/test_held_weights.py"
 GAP = "tests/watch/test_gap.py"
 GIVEN_ROWS = "tests/watch/test_given_rows.py"
 QUANTISED_GAP = "tests/extras/fp8/test_quantised_gap.py"
@@ -68,6 +69,8 @@ ID_BETS = "tests/watch/test_id_bets.py"
 ID_CLASSES = "tests/learn/test_id_classes.py"
 BACKWARD = "tests/watch/test_model_gradient.py"
 PARTS = "tests/watch/test_step_gradient.py"
+WHOLE = "tests/watch/test_whole_completions.py"
+FEW = "tests/watch/step/test_few_elements.py"
 CUTS = "tests/learn/test_accounting.py::test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved"  # noqa: E501
 ASKED_AGAIN = "tests/run/test_asked_again.py"
 DRAW_SUMS = "tests/learn/test_draw_sums.py"
@@ -130,6 +133,7 @@ COMPARED_AHEAD = (
     f"{AHEAD}::test_completions_of_other_prompts_are_seen_although_no_later_step_has_fresh_tokens"
 )
 FROZEN = "tests/watch/step/test_frozen_weights.py"
+HOLDS = "tests/run/test_what_a_checkpoint_holds.py"
 REFERENCE_FAULTS = "tests/faults/test_reference_faults.py"
 SETTINGS = "tests/watch/test_user_settings.py"
 KEPT_SETS = "tests/watch/test_kept_sets.py"
@@ -1143,6 +1147,54 @@ MUTATIONS = [
     ),
     Mutation("a whole push after a failed proof", "if not self._trusted:", "if False:", CHANGES),
     Mutation(
+        "a module that holds other numbers is found",
+        "if digest != due[asked[one]]}",
+        "if not digest}",
+        HELD,
+    ),
+    Mutation(
+        "an error of the exact probe stops the push",
+        "        check_held(record, version)\n        return record",
+        "        return record",
+        HELD,
+    ),
+    Mutation(
+        "−0 and numbers that kernels flush count as 0",
+        "hardshrink(values.to(dtype), _SMALLEST).contiguous()",
+        "values.to(dtype).contiguous()",
+        f"{HELD}::test_equal_weights_never_differ",
+    ),
+    Mutation(
+        "the shares of a model are all of it",
+        "            self._turn = (self._turn + 1) % self._shares",
+        "            self._turn = 0",
+        HELD,
+    ),
+    Mutation(
+        "the version of older weights is known",
+        "self._digests(self._columns((self._turn + ahead) % self._shares), version)",
+        "pass",
+        HELD,
+    ),
+    Mutation(
+        "the slope of the signed gap has a limit",
+        "abs(found) - _ERRORS * error <= limit.slope",
+        "abs(found) - _ERRORS * error <= 1.0",
+        GAP,
+    ),
+    Mutation(
+        "the tokens of one prompt are not independent",
+        "        float(products @ products),",
+        "        float((gap * surprises) @ (gap * surprises)),",
+        GAP,
+    ),
+    Mutation(
+        "weights that differ by a bit explain a gap",
+        "layers = tuple(probed.failed) or held.differing",
+        "layers = tuple(probed.failed)",
+        "tests/watch/test_decomposition.py",
+    ),
+    Mutation(
         "one scale for a whole weight",
         "numbers.abs().amax(dim=-1, keepdim=True)",
         "numbers.abs().amax()[None, None]",
@@ -1432,6 +1484,66 @@ MUTATIONS = [
         f"{BACKWARD}::test_a_slope_whose_rounding_grows_with_smaller_steps_is_no_error",
     ),
     Mutation(
+        "the shortest of the drawn completions is looked at",
+        "place = max(drawn, key=lambda i: len(sequences[i].path))",
+        "place = min(drawn, key=lambda i: len(sequences[i].path))",
+        f"{WHOLE}::test_the_longest_of_four_is_chosen_whole_with_neighbours_that_add_no_more_than_it_has",
+    ),
+    Mutation(
+        "a whole completion is alone in its pack",
+        "return list(sequences[first : last + 1]), [chosen]",
+        "return [chosen], [chosen]",
+        f"{WHOLE}::test_the_longest_of_four_is_chosen_whole_with_neighbours_that_add_no_more_than_it_has",
+    ),
+    Mutation(
+        "parts of completions are looked at",
+        "packed, chosen = whole(sequences, places, most, draws) if places else parts(sequences, draws)",
+        "packed, chosen = parts(sequences, draws)",
+        f"{WHOLE}::test_a_fault_of_long_sequences_stops_the_run",
+    ),
+    Mutation(
+        "the critic's values have no sum of their own",
+        "if policy.critic is not None and (of_all or of_values):",
+        "if False:",
+        f"{WHOLE}::test_a_fault_of_long_sequences_stops_the_run",
+    ),
+    Mutation(
+        "a value head of 0 is compared",
+        "self._values_wait = not _size(policy.critic)",
+        "self._values_wait = False",
+        f"{WHOLE}::test_clean_long_runs_pass",
+    ),
+    Mutation(
+        "what has no room without autocast has it",
+        "narrow = [i for i in texts if len(sequences[i].path) <= most // 2]",
+        "narrow = texts",
+        f"{WHOLE}::test_what_has_no_room_without_autocast_is_compared_with_it",
+    ),
+    Mutation(
+        "every comparison in float32 decides",
+        "if single.error <= _CLEAR * limit:",
+        "if True:",
+        f"{BACKWARD}::test_the_part_of_the_model_is_named",
+    ),
+    Mutation(
+        "the same pieces of the gradients every time",
+        "start = step * self._at_once % count if count > self._at_once else 0",
+        "start = 0",
+        f"{FEW}::test_the_largest_element_of_every_piece_has_its_turn_in_32_steps",
+    ),
+    Mutation(
+        "the elements with the largest gradients are not compared",
+        "places += [(i, first + place) for (i, first), place in zip(pieces, within, strict=True)]",
+        "pass",
+        f"{FEW}::test_a_fault_in_few_elements_stops_the_run_within_two_steps",
+    ),
+    Mutation(
+        "large gradients are not compared after the clip",
+        "self._check_clipped(self._sparse, self._sparse_unclipped, self._sparse_seen, scale)",
+        "pass",
+        f"{FEW}::test_an_element_that_is_cut_after_the_clip_is_found",
+    ),
+    Mutation(
         "a part's gradient is taken for right",
         "if distance is not None and distance <= doubt * limit:",
         "if distance is not None:",
@@ -1700,8 +1812,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a file that an adapter lacks is looked for on the hub",
-        "if not any((adapter / name).is_file() for name in either):",
-        "if False:",
+        'raise InputError(f"adapter {adapter} has no {names[0]}; copy or save the adapter again")',
+        "return adapter / names[0]",
         ADAPTER_FILES,
     ),
     Mutation(
@@ -1714,8 +1826,20 @@ MUTATIONS = [
     Mutation("weights without a place are dropped", "sorted(report.unexpected_keys)", "[]", ADAPTER_FILES),
     Mutation(
         "an adapter with NaN is merged",
-        '    check_finite(f"adapter {adapter}", trained.items())\n',
+        "    check_finite(str(file), ((name, tensor.float()) for name, tensor in tensors.items()))\n",
         "",
+        ADAPTER_FILES,
+    ),
+    Mutation(
+        "an adapter whose lora_alpha was changed is merged",
+        " and _file_digest(path) == digest",
+        "",
+        ADAPTER_FILES,
+    ),
+    Mutation(
+        "the base is loaded before the rank of its adapter is read",
+        'if name.endswith(".lora_A.weight") and rank not in ranks:',
+        "if False:",
         ADAPTER_FILES,
     ),
     Mutation(
@@ -2014,6 +2138,24 @@ MUTATIONS = [
         "_is_plain(value):\n                    found",
         "False:\n                    found",
         "tests/watch/test_forward_settings.py::test_a_setting_that_changes_outside_of_a_callback_stops_the_run_at_once",
+    ),
+    Mutation(
+        "checkpoint: the written files are believed",
+        "            check_written(Path(output_dir), memory",
+        "            _ = (Path(output_dir), memory",
+        f"{HOLDS}::test_a_checkpoint_of_other_weights_than_those_in_memory_gets_no_name",
+    ),
+    Mutation(
+        "checkpoint: the best one is believed",
+        "    if due != (step, found):",
+        "    if False:",
+        f"{HOLDS}::test_a_wrong_best_checkpoint_stops_the_run",
+    ),
+    Mutation(
+        "checkpoint: what load_best_model_at_end has loaded is believed",
+        "        if (best / DIGESTS).is_file():",
+        "        if False:",
+        f"{HOLDS}::test_a_wrong_best_checkpoint_stops_the_run",
     ),
     Mutation(
         "reference_outputs: the first generation of a start is believed",
@@ -3017,7 +3159,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a prompt without what reset added",
-        "            conversation.branch(ids, self._placed(ids, said.shown))\n",
+        "            conversation.branch(ids, self._reader.shown_by(said.shown, ids))\n",
         "            pass\n",
         "tests/rollouts/test_tool_program.py::test_a_reset_adds_to_the_prompt_and_the_reward_belongs_to_its_rollout",
     ),
@@ -3348,14 +3490,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a run fetches a picture again where it needs it",
-        "row = images.with_files(row)",
-        "row = dict(row)",
+        'row = reader.with_files({**given, "prompt"',
+        'row = dict({**given, "prompt"',
         f"{PICTURE_URLS}::test_a_run_learns_from_the_bytes_that_it_fetched_once",
     ),
     Mutation(
         "a call with another picture continues the branch of equal ids",
-        "np.array_equal(context[: len(ids)], ids) and digests == own",
-        "np.array_equal(context[: len(ids)], ids) and len(own) >= 0",
+        "np.array_equal(context[: len(ids)], ids) and same",
+        "np.array_equal(context[: len(ids)], ids)",
         f"{AGENT_PICTURES}::test_the_rows_ids_with_another_picture_are_another_branch",
     ),
     Mutation(
@@ -3366,8 +3508,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the limit on pictures does not count those of earlier turns",
-        "self._images.check_count(count + result.content.pictures)",
-        "self._images.check_count(result.content.pictures)",
+        "self.check_count(len(pictures_in(messages)) + more)",
+        "self.check_count(more)",
         f"{PICTURE_TURNS}::test_a_result_with_more_pictures_than_the_limit_is_an_error_for_the_model",
     ),
     Mutation(
@@ -3402,13 +3544,20 @@ MUTATIONS = [
     ),
     Mutation(
         "a rollout may show other pictures than the engine was sent",
-        "seen = request.pictures.digests if request.pictures is not None else ()",
-        "seen = answer.pictures and () or ()",
+        "seen = request.pictures.digests",
+        "seen: tuple[str, ...] = ()",
         f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn[qwen2_5_vl]",
     ),
     Mutation(
+        "a model of text answers as if it had seen the images of a function",
+        "    if given and not reader.shows_pictures:\n",
+        "    if False:\n",
+        "tests/images/test_rollout_func_with_pictures.py::"
+        "test_a_model_of_text_refuses_images_that_it_would_not_see[False]",
+    ),
+    Mutation(
         "a branch may have placeholders without their pictures",
-        "if pictures is None and own is not None and (ids == own.placeholder).any():",
+        "if not pictures and (ids == self.prompt.pictures.placeholder).any():",
         "if False:",
         f"{PICTURE_TURNS}::test_a_branch_without_the_pictures_of_its_ids_is_refused",
     ),
@@ -3462,8 +3611,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a question on another picture counts as one that was trained on",
-        "() if prompt.pictures is None else prompt.pictures.digests",
-        "()",
+        "return prompt.ids.tobytes(), prompt.pictures.digests",
+        "return prompt.ids.tobytes(), ()",
         f"{PICTURE_RUNS}::test_a_question_on_another_picture_is_held_out",
     ),
     Mutation(
@@ -3655,13 +3804,13 @@ MUTATIONS = [
     ),
     Mutation(
         "a completion of another rank may lose its pictures",
-        "if place == _OWN and own is None:",
+        "if place == _OWN and not own:",
         "if False:",
         f"{WIRE}::test_pictures_that_do_not_arrive_as_they_were_sent_are_refused",
     ),
     Mutation(
         "every completion of another rank is taken to have seen the pictures of its prompt",
-        "(shown is own or _equal(shown, own))",
+        "shown is own or _equal(shown, own)",
         "True",
         f"{WIRE}::test_each_completion_finds_the_pictures_of_its_prompt_and_only_others_are_sent",
     ),
@@ -4209,7 +4358,7 @@ MUTATIONS = [
         "    if path.exists() and not path.is_file():\n        raise OSError(errno.EINVAL",
         "    if False:\n        raise OSError(errno.EINVAL",
         "tests/input/test_bad_words.py::test_settings_are_read_from_files_alone",
-        within="read_settings",
+        within="check_regular",
     ),
     Mutation(
         "a text that is no choice is taken from Python",
@@ -4619,7 +4768,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights with other names in the files than in the model are left out of the best model",
-        "        if not load_renamed(self.model, Path(self.state.best_model_checkpoint)):\n            super()",
+        "        if not load_renamed(self.model, best):\n            super()",
         "        super()",
         "tests/run/test_checkpoints_of_families.py::test_the_best_checkpoint_is_in_the_model_at_the_end",
     ),

@@ -19,8 +19,8 @@ PROOF_ROOMS = {"parity", "watch", "definitions"}
 # What a text prompt of a GRPO run in one process passes through, in order, with vLLM as the engine: the route. Write
 # `old|new` where something gets another name; then older trees can still be counted.
 PROMPT = """
-    GRPOTrainer OnlineTrainer.__init__ read_data read_prompts load_prompts render_prompt Template.ids
-    whole_numbers Prompt make_loader OnlineTrainer.training_step TrainingLoop.micro_step
+    GRPOTrainer OnlineTrainer.__init__ read_data read_prompts load_prompts PromptReader.read PromptReader.ids
+    render_prompt Template.ids whole_numbers Prompt make_loader OnlineTrainer.training_step TrainingLoop.micro_step
     RolloutSource.sample sampling_of Sampling sampled_now Driver.run Start check_requests GenerationRequest
     CallLoop.start single_turn Conversation.sample Branch.sample Inbox.ask Running.finish
     VLLMInProcess.serve Inbox.taken sampling_params completion Completion Inbox.answer Rollout RolloutGroup

@@ -58,6 +58,7 @@ from benchmarks.against_trl.answering import PLAY, AnsweringProcess
 from benchmarks.against_trl.floors import cpu_name
 from benchmarks.against_trl.tool_model import CONTEXT, LINE, RESULT, SIZES, TURN, make_tool_model, question
 from lockstep.cli.process import kernel_setting, with_tunables
+from lockstep.images.prompts import PromptReader
 from lockstep.watch.custody import Record
 
 PARTS = ("waits", "turns", "step")
@@ -173,7 +174,7 @@ class Play:
             self.tokenizer, [self.tokenizer.eos_token_id], tools=list(kinds[None].schemas)
         )
         self.program = ToolProgram(
-            {None: self.extension}, {}, self.calls, environments, CALLS, longest_token=40
+            {None: self.extension}, {}, self.calls, environments, CALLS, 40, PromptReader(self.tokenizer)
         )
 
     def starts(self, number: int) -> list[Any]:

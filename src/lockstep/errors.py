@@ -181,7 +181,7 @@ def foreign_errors(what: str, kind: type[LockstepError] = LockstepError) -> Iter
 def told(error: Exception) -> str:
     """The type of an error, its text, and the file and line that raised it, in one line."""
     # A bare assertion has no text.
-    text = one_line(error)[:_QUOTED] or "without a text"
+    text = quoted(error) or "without a text"
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return f"{type(error).__name__}: {text}"
@@ -204,9 +204,14 @@ def no_choice(given: str, choices: Sequence[str], what: str) -> str:
 
 
 def quoted(error: BaseException, most: int = _QUOTED) -> str:
-    """The text of an error of a user's code in one line, as far as a reader needs it. The error itself is the cause."""
+    """The text of an error of other code in one line, as far as a reader needs it. The error itself is the cause."""
     text = one_line(error)
     return text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters in all)"
+
+
+def reason(error: BaseException) -> str:
+    """Why a file cannot be used: what the system says without its number and the file's name, or one line of text."""
+    return getattr(error, "strerror", None) or one_line(error)
 
 
 def one_line(error: BaseException) -> str:

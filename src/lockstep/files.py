@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lockstep.errors import InputError, names_path
+from lockstep.errors import InputError, names_path, reason
 
 _logger = logging.getLogger(__name__)
 
@@ -66,22 +66,54 @@ def what_is_at(path: Path) -> str:
             return "is neither a file nor a directory"
         return "is a link to nothing" if path.is_symlink() else "does not exist"
     except (OSError, ValueError) as error:
-        return f"cannot be looked at ({getattr(error, 'strerror', error)})"
+        return f"cannot be looked at ({reason(error)})"
 
 
 # Files that hold settings have a few KiB.
 _LARGEST_SETTINGS = 1 << 20
 
 
-def read_settings(path: Path) -> str:
-    """The text of a file in which a user has written settings. A device (/dev/zero) may have no end.
+def check_regular(path: Path) -> None:
+    """Refuse what is there and is no regular file: a pipe or a device such as /dev/zero may have no end.
 
     Raises:
-        OSError: it is no file, has more than 1 MiB, or cannot be read.
-        ValueError: it is not UTF-8.
+        OSError: it is something else.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is not a file", str(path))
+
+
+def from_json(text: str | bytes) -> Any:
+    """The value of a text that may be damaged.
+
+    Raises:
+        ValueError: it is no JSON, or nested so deeply that nobody has written it.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_json(path: Path) -> Any:
+    """The value in a file, which may be damaged.
+
+    Raises:
+        OSError: it is no regular file, or cannot be read.
+        ValueError: it is not UTF-8, no JSON, or nested too deeply.
+    """
+    check_regular(path)
+    return from_json(path.read_text(encoding="utf-8"))
+
+
+def read_settings(path: Path) -> str:
+    """The text of a file in which a user has written settings.
+
+    Raises:
+        OSError: it is no regular file, has more than 1 MiB, or cannot be read.
+        ValueError: it is not UTF-8.
+    """
+    check_regular(path)
     with path.open("rb") as opened:
         found = opened.read(_LARGEST_SETTINGS + 1)
     if len(found) > _LARGEST_SETTINGS:
@@ -102,7 +134,7 @@ def check_writable(path: Path) -> None:
         beside.open("ab").close()
         beside.unlink()
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be written ({getattr(error, 'strerror', error)})") from error
+        raise InputError(f"{path} cannot be written ({reason(error)})") from error
 
 
 def replace_text(path: Path, text: str) -> None:

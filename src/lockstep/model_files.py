@@ -10,11 +10,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
+from lockstep.files import what_is_at
 
 _NOT_TRUSTED = {"trust_remote_code": False}
+# What PEFT writes. The weights have one of the names.
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def load_files(kind: Any, path: str, **arguments: Any) -> Any:
@@ -56,13 +61,39 @@ def load_adapter(model: Any, path: str) -> tuple[Any, Any]:
     Raises:
         OSError, ValueError, ...: as `PeftModel.from_pretrained`. PEFT runs no code that comes with an adapter.
     """
-    from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
+    from peft import PeftModel, set_peft_model_state_dict
 
     with warnings.catch_warnings():
         # PEFT only warns of missing weights, and is silent about foreign ones. Its report has both.
         warnings.filterwarnings("ignore", message="Found missing adapter keys")
         adapted = PeftModel.from_pretrained(model, path, is_trainable=True)
-    return adapted, set_peft_model_state_dict(adapted, load_peft_weights(path, device="cpu"))
+    return adapted, set_peft_model_state_dict(adapted, adapter_tensors(path))
+
+
+def adapter_tensors(path: str) -> dict[str, Any]:
+    """The tensors of a saved adapter, without a model.
+
+    Raises:
+        OSError, ValueError, ...: as PEFT's `load_peft_weights`.
+    """
+    from peft import load_peft_weights
+
+    return load_peft_weights(path, device="cpu")
+
+
+def adapter_file(adapter: Path, *names: str) -> Path:
+    """The first of some files that an adapter's directory has. PEFT would look for a missing one on the hub.
+
+    Raises:
+        InputError: it has none of them, or something else has the name.
+    """
+    for name in names:
+        there = what_is_at(adapter / name)
+        if there == "is a file":
+            return adapter / name
+        if there != "does not exist":
+            raise InputError(f"{adapter / name} {there}; copy or save the adapter again")
+    raise InputError(f"adapter {adapter} has no {names[0]}; copy or save the adapter again")
 
 
 @contextmanager

@@ -19,10 +19,12 @@ import peft
 import pytest
 from datasets import IterableDataset
 from methods import GROUPS, PROMPTS, make
+from tiny import make_tokenizer
 
 from lockstep import GRPOConfig
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
+from lockstep.images.prompts import PromptReader
 from lockstep.models.policy import load_policy
 from lockstep.rollouts.programs.rollout_func import Bounds, groups_of_columns
 
@@ -101,10 +103,9 @@ def test_a_row_that_names_no_environment_is_refused_in_trls_words(
 
 
 def test_missing_columns_of_a_rollout_func_are_named_in_trls_words() -> None:
+    reader, columns = PromptReader(make_tokenizer()), {"prompt_ids": [], "completion_ids": []}
     with pytest.raises(ValueError, match=r"rollout_func must return keys \['logprobs'\] in its output dict"):
-        groups_of_columns(
-            {"prompt_ids": [], "completion_ids": []}, [], 1, 0, Bounds(9, 9, 9, ()), lambda ids: ""
-        )
+        groups_of_columns(columns, [], 1, 0, Bounds(9, 9, 9, ()), lambda ids: "", reader)
 
 
 def test_prompt_learning_is_refused_by_its_name(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:

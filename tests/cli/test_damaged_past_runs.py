@@ -90,7 +90,7 @@ def test_a_pipe_in_place_of_a_file_is_left_out(
     for command in ("compare", "report"):
         assert main([command, str(run)]) == 0
         printed = capsys.readouterr()
-        assert f"{name} (it is no file)" in printed.err
+        assert f"{name} (is not a file)" in printed.err
 
 
 def test_a_pipe_in_place_of_kept_rollouts_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +98,8 @@ def test_a_pipe_in_place_of_kept_rollouts_is_left_out(run: Path, capsys: pytest.
     os.mkfifo(run / "rollouts" / "rollouts_1.parquet")
     assert main(["report", str(run)]) == 0
     assert main(["rollouts", str(run)]) == 2
-    assert capsys.readouterr().err.count("it is no file") == 2
+    assert main(["audit", str(run), "--model", "m"]) == 2
+    assert capsys.readouterr().err.count("is not a file") == 3
 
 
 @pytest.mark.parametrize("command", [["report"], ["audit", "--model", "m", "--json"]])

@@ -26,6 +26,7 @@ from lockstep.engines.vllm.port import engine as sleep
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.extensions import ADAPTERS, load
 from lockstep.extras.trl.proven_engine import ProvenEngine
+from lockstep.images.pictures import NO_PICTURES
 from lockstep.models.arithmetic import Precision
 from lockstep.run import source
 from lockstep.watch.push import ProvenPusher
@@ -282,7 +283,7 @@ def test_trls_generation_sleeps_after_a_call_and_pushes_where_the_trainer_does_n
 ) -> None:
     proven = ProvenEngine(make_model(), engine, torch.float32, Precision(None), seed=3, sleeps=True)
     proven.sync()
-    asked = {REQUEST.key: (REQUEST.prompt_ids, None)}
+    asked = {REQUEST.key: (REQUEST.prompt_ids, NO_PICTURES)}
     for _ in range(2):
         assert len(proven.generate(asked, Sampling(8))) == 1
         assert engine.version is None

@@ -19,8 +19,9 @@ from rich.console import Console
 from stages import in_small_parts, stage_on
 
 from lockstep.contract.tensors import LoadedWeights
+from lockstep.extras.selftest.backward_faults import BACKWARD_FAULTS
 from lockstep.extras.selftest.draw_faults import OF_EARLIER_IDS, OF_IDS
-from lockstep.extras.selftest.loss_faults import BACKWARD_FAULTS, LEARNED_FAULTS, LOSS_FAULTS
+from lockstep.extras.selftest.loss_faults import LEARNED_FAULTS, LOSS_FAULTS
 from lockstep.extras.selftest.optimizer_faults import OPTIMIZER_FAULTS
 from lockstep.extras.selftest.rollout_faults import even_chance
 from lockstep.extras.selftest.sampling_faults import samples_with
@@ -55,7 +56,7 @@ CAUGHT_BY = {
     "W3b": {"digest"},
     "W4": {"manifest"},
     "W4b": {"caches"},
-    "W5": {"module_probe"},
+    "W5": {"module_probe", "held_weights"},
     "W6": {"gap"},
     "W7": {"manifest"},
     "W8": {"module_probe"},
@@ -65,9 +66,11 @@ CAUGHT_BY = {
     "W11": {"shards"},
     "W12": {"live"},
     "W13": {"module_probe"},
-    "small-1": {"module_probe", "gap"},
+    "small-1": {"module_probe", "gap", "held_weights", "verify: module probe"},
     "small-2": {"module_probe", "gap"},
     "small-3": {"version"},
+    **{f"small-{i}": {"module_probe", "held_weights", "verify: module probe"} for i in (4, 5, 7)},
+    "small-6": {"module_probe", "held_weights"},
     "P1": {"gap"},
     "P2": {"gap", "settings"},
     "P3": {"logprobs"},
@@ -132,6 +135,7 @@ CAUGHT_BY = {
     "B5": {"hooks"},
     "B6": {"model_gradient"},
     "B7": {"model_gradient"},
+    **{f"B{i}": {"model_gradient"} for i in range(8, 13)},
     "U7": {"update"},
     "U8": {"update"},
     "U9": {"accumulation"},
@@ -141,6 +145,9 @@ CAUGHT_BY = {
     **{f"U12{variant}": {"optimizer"} for variant in ("", "b", "c", "d")},
     "U13": {"update"},
     "U13b": {"update"},
+    "U14": {"update"},
+    "U14b": {"update"},
+    "U14c": {"clipping"},
     "S4": {"temperature", "model_gradient"},
     "S4b": {"temperature", "model_gradient"},
     "S4c": {"settings"},
@@ -169,6 +176,7 @@ OF_THE_TRAINER = {fault.id for fault in (*LOSS_FAULTS, *BACKWARD_FAULTS, *LEARNE
 OF_NUMBERS = {
     "gap",
     "module_probe",
+    "held_weights",
     "kept_ids",
     "draws",
     "loss_gradient",
@@ -180,7 +188,7 @@ OF_NUMBERS = {
 OF_NUMBERS |= {"learning_rate", "verify: exact accounting", "verify: draws"}
 IN_BF16 = tuple(fault for fault in FAULTS if CAUGHT_BY[fault.id] & OF_NUMBERS)
 # What rounding in bf16 hides. Beside that, nothing scores the tokens before the only step of a generation.
-HIDDEN = {"W5", "W10", "W11", "small-1", "P5", "S1-heat", "S1-cold", "M3", "M4", "M5"}
+HIDDEN = {"W10", "W11", "P5", "S1-heat", "S1-cold", "M3", "M4", "M5"}
 # What needs the ids before a token, which the sampler of vLLM is not told.
 HIDDEN |= {f"S5-{name}" for name, *_ in OF_EARLIER_IDS}
 # One fault per proof: the limits of bf16 are those of a proof, not of a fault.

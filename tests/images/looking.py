@@ -17,9 +17,9 @@ from transformers import AutoConfig
 
 import lockstep
 from lockstep.errors import ProofError
+from lockstep.images.packs import PackPictures
 from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.images.prompts import ImagePrompts
-from lockstep.learn import scoring
 from lockstep.run.trainers.methods import GRPOTrainer
 from lockstep.run.trainers.online import OnlineTrainer
 
@@ -99,10 +99,8 @@ def broken(model: Any, folder: Path, *rows: Any, **given: Any) -> str:
     return found.value.check
 
 
-def other_pixels(pictures: PromptPictures | None) -> PromptPictures | None:
+def other_pixels(pictures: PromptPictures) -> PromptPictures:
     """Pictures of the same grid with other pixels, under the same digest as the true ones."""
-    if pictures is None:
-        return None
     changed = []
     for own in pictures.pictures:
         other = replace(own, pixel_values=own.pixel_values.flip(-1))
@@ -117,57 +115,51 @@ def resized_rows(seed: int = 0) -> list[dict[str, Any]]:
     return [{"prompt": prompt, "image": picture(seed + i, 29, 19)} for i in range(4)]
 
 
-def another_resize(
-    folder: str, rows: list[dict[str, Any]]
-) -> Callable[[PromptPictures | None], PromptPictures | None]:
+def another_resize(folder: str, rows: list[dict[str, Any]]) -> Callable[[PromptPictures], PromptPictures]:
     """The pictures of `rows` as another resize makes them, of the same size and under the digests of the true ones."""
     family = AutoConfig.from_pretrained(folder).model_type
     true, other = (ImagePrompts(make_seeing(family), make_seeing_tokenizer(family), folder) for _ in range(2))
     other.processor.resample = Image.Resampling.NEAREST
     known: dict[str, Picture] = {}
     for row in rows:
-        for own, changed in zip(*(reader.read(row)[1].pictures for reader in (true, other)), strict=True):  # type: ignore[union-attr]
+        for own, changed in zip(*(reader.read(row)[1].pictures for reader in (true, other)), strict=True):
             for one, two in zip((own, *own.pieces), (changed, *changed.pieces), strict=True):
                 assert one.grid.tolist() == two.grid.tolist()
                 two.__dict__["digest"] = one.digest
                 known[one.digest] = two
 
-    def changed(shown: PromptPictures | None) -> PromptPictures | None:
-        return (
-            None if shown is None else replace(shown, pictures=tuple(known[p.digest] for p in shown.pictures))
-        )
+    def changed(shown: PromptPictures) -> PromptPictures:
+        return replace(shown, pictures=tuple(known[p.digest] for p in shown.pictures))
 
     return changed
 
 
-def expanded_twice(ids: list[int], shown: PromptPictures | None) -> list[int]:
+def expanded_twice(ids: list[int], shown: PromptPictures) -> list[int]:
     """The ids of a prompt whose placeholders are repeated once more, as vLLM's own processor would do it."""
-    if shown is None:
-        return ids
     return [i for token in ids for i in ([token, token] if token == shown.placeholder else [token])]
 
 
-def wrong_order(pictures: PromptPictures | None) -> PromptPictures | None:
+def wrong_order(pictures: PromptPictures) -> PromptPictures:
     """The pictures of a prompt from the last to the first."""
-    return None if pictures is None else replace(pictures, pictures=pictures.pictures[::-1])
+    return replace(pictures, pictures=pictures.pictures[::-1])
 
 
 def leave_pixels_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer scores text and placeholders only (Online DPO in public trainers)."""
-    monkeypatch.setattr(scoring, "picture_arguments", lambda model, pack, pictures: {})
+    monkeypatch.setattr(PackPictures, "arguments", lambda *given: {})
 
 
 def count_positions_in_one_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer counts tokens, as a model of transformers does without `mm_token_type_ids`."""
-    from lockstep.learn import pack
+    from lockstep.images import packs
 
-    def flat(sequences: Any, nodes: Any, size: int) -> torch.Tensor:
+    def flat(shown: Any, nodes: Any, size: int) -> torch.Tensor:
         found = torch.zeros(3, size, dtype=torch.long)
         for own in nodes:
             found[:, own] = torch.arange(len(own))
         return found
 
-    monkeypatch.setattr(pack, "position_ids", flat)
+    monkeypatch.setattr(packs, "position_ids", flat)
 
 
 IN_THE_TRAINER = {

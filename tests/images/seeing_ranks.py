@@ -57,7 +57,7 @@ def learned(rows: Callable[[], list[dict[str, Any]]], completions: int) -> Calla
             "weights": {name: p.detach().clone() for name, p in run.model.named_parameters()},
             "logs": [line for line in run.state.log_history if "loss" in line],
             "evaluation": run.evaluate(Dataset.from_list(rows())),
-            "pictures": [sum(s.pictures is not None for s in batch) for batch in batches],
+            "pictures": [sum(bool(s.pictures) for s in batch) for batch in batches],
             "own": [s.pictures is p.pictures for g, p in _pairs(generation) for s in g],
         }
 

@@ -171,7 +171,7 @@ def test_a_model_of_text_answers_a_picture_with_an_error(untied_dir: str, tmp_pa
         [{"prompt": [{"role": "user", "content": f"hello {i}"}]} for i in range(4)],
     )
     assert len(said) == 8
-    assert all("this run shows no images to the model; send text" in text for text in said)
+    assert all("this run shows no images to the model; give text" in text for text in said)
 
 
 def test_a_command_gets_its_row_as_json(tmp_path: Path) -> None:
@@ -191,9 +191,7 @@ def test_a_command_gets_its_row_as_json(tmp_path: Path) -> None:
     rows = {prompt.prompt_id: prompt.pictures for prompt in trainer.loop.prompts}
     for rollout in rollouts_of(trainer):
         (branch,) = rollout.branches
-        assert getattr(branch.pictures, "digests", None) == getattr(
-            rows[rollout.key.prompt_id], "digests", None
-        )
+        assert branch.pictures.digests == rows[rollout.key.prompt_id].digests
 
 
 def test_the_rows_ids_with_another_picture_are_another_branch(tmp_path: Path) -> None:
@@ -211,6 +209,6 @@ def test_the_rows_ids_with_another_picture_are_another_branch(tmp_path: Path) ->
     for rollout in rollouts_of(trainer):
         (branch,) = rollout.branches
         row = rows[rollout.key.prompt_id]
-        assert row.pictures is not None
+        assert row.pictures
         assert np.array_equal(branch.prompt_ids, row.ids)
         assert branch.pictures.digests != row.pictures.digests

@@ -32,7 +32,7 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 from lockstep.engines import transformers_engine
 from lockstep.errors import InputError
 from lockstep.images import prompts
-from lockstep.images.pictures import model_inputs
+from lockstep.images.packs import model_inputs
 from lockstep.images.prompts import ImagePrompts
 from lockstep.run.trainers.methods import GRPOTrainer
 
@@ -155,7 +155,7 @@ def test_ids_and_pixels_of_tiles_are_those_of_the_processor_of_the_whole_model(
     folder, tokenizer = save_seeing(tmp_path, "idefics3"), make_seeing_tokenizer("idefics3")
     row = row_with(picture(0, *size))
     ids, shown = reader_of(folder, "idefics3").read(row)
-    assert shown is not None
+    assert shown
     whole = Idefics3Processor(AutoImageProcessor.from_pretrained(folder), tokenizer, image_seq_len=4)
     due = whole(text="<|user|>a<image>\nb<|end|><|assistant|>", images=[row["image"]], return_tensors="pt")
     assert ids.tolist() == due["input_ids"][0].tolist()
@@ -171,7 +171,7 @@ def test_the_ids_of_tiles_are_those_of_smolvlms_own_text(
     folder, tokenizer = save_seeing(tmp_path, "smolvlm"), make_seeing_tokenizer("smolvlm")
     use_processor(monkeypatch, folder, do_image_splitting=splits)
     ids, shown = reader_of(folder, "smolvlm").read(row_with(picture(0, *size)))
-    assert shown is not None
+    assert shown
     (own,) = shown.pictures
     _, rows, columns = own.grid.tolist()
     assert (rows, columns) == ((size[1] // 16, size[0] // 16) if splits else (0, 0))

@@ -24,7 +24,7 @@ from tiny import CONTEXT
 from lockstep.engines.vllm import in_process
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import ProofError
-from lockstep.learn import scoring
+from lockstep.images.packs import PackPictures
 from lockstep.watch.modules import ModuleProbe
 
 pytestmark = [*VLLM, pytest.mark.long]
@@ -135,15 +135,16 @@ def test_vectors_for_deeper_layers_that_the_trainer_leaves_out_are_found_by_the_
     """Qwen3-VL adds vectors of the picture after its first layers too (DeepStack)."""
     if family != "qwen3_vl":
         pytest.skip("only Qwen3-VL has such vectors")
-    whole = scoring.picture_arguments
+    whole = PackPictures.arguments
 
     def shallow(*given: Any) -> Any:
         arguments = whole(*given)
-        found = arguments["mm_encoder_outputs"]["image"]
-        found.deepstack_features = [(torch.zeros_like(part[0]),) for part in found.deepstack_features]
+        # A pack without pictures has no arguments.
+        if found := arguments.get("mm_encoder_outputs", {}).get("image"):
+            found.deepstack_features = [(torch.zeros_like(part[0]),) for part in found.deepstack_features]
         return arguments
 
-    monkeypatch.setattr(scoring, "picture_arguments", shallow)
+    monkeypatch.setattr(PackPictures, "arguments", shallow)
     with pytest.raises(ProofError) as found:
         look(folder, tmp_path, engine=vllm).train()
     assert found.value.check == "gap"

@@ -22,11 +22,11 @@ from seeing import make_seeing, make_seeing_tokenizer, picture, save_seeing
 
 from lockstep.errors import InputError
 from lockstep.images import files
+from lockstep.images.content import content_of
 from lockstep.images.files import FORMATS, LARGEST, in_rgb
 from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import has_pictures, opened, thumbnails_of_messages, with_own_decoder
 from lockstep.images.urls import file_as_data_url, to_data_url
-from lockstep.rollouts.programs.tools import content_of
 from lockstep.run.data.prompts import read_sets
 
 REPOSITORY = Path(__file__).parents[2]

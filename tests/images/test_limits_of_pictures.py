@@ -47,7 +47,7 @@ def test_areas_of_pictures_in_patches_stay_within_the_limits(
     limits: tuple[int | None, int | None], size: tuple[int, int], area: int, folders: dict[str, str]
 ) -> None:
     ids, shown = reader(folders, "qwen2_5_vl", *limits).read(row(picture(0, *size)))
-    assert shown is not None
+    assert shown
     # A patch has 4 × 4 pixels, and a placeholder stands for four patches.
     assert len(shown.pictures[0].pixel_values) * 16 == area
     assert (ids == shown.placeholder).sum() == area / 64
@@ -59,7 +59,7 @@ def test_the_tiles_of_a_picture_stay_within_the_limit(
 ) -> None:
     """Beside them there is the whole picture in one tile. A larger limit than the model's own changes nothing."""
     _, shown = reader(folders, "smolvlm", None, most).read(row(picture(0, 64, 64)))
-    assert shown is not None
+    assert shown
     assert len(shown.pictures[0].pixel_values) == tiles + 1
 
 

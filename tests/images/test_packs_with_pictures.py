@@ -11,7 +11,8 @@ from seeing import IN_VLLM, make_seeing, make_seeing_tokenizer, mixed_rows, pict
 from transformers import PreTrainedModel
 
 from lockstep.contract.sampling import Sampling
-from lockstep.images.pictures import PromptPictures, model_inputs
+from lockstep.images.packs import model_inputs
+from lockstep.images.pictures import PromptPictures
 from lockstep.images.prompts import ImagePrompts
 from lockstep.learn.attention.tree import adopt_tree_attention
 from lockstep.learn.pack import Pack, pack_rows, pack_sequences
@@ -51,7 +52,7 @@ def sequences_of(reader: ImagePrompts) -> list[TrainingSequence]:
 def plain_logps(model: PreTrainedModel, sequence: TrainingSequence) -> torch.Tensor:
     """The reference: the whole row through the model alone, with pixels, and without any code of packs."""
     row = torch.tensor(np.concatenate([sequence.prompt_ids, sequence.completion_ids]))[None]
-    shown = {} if sequence.pictures is None else model_inputs([sequence.pictures], row)
+    shown = model_inputs([sequence.pictures], row)
     logits = model(input_ids=row, **shown, use_cache=False).logits[0]
     first = len(sequence.prompt_ids)
     targets = torch.tensor(sequence.completion_ids)
@@ -115,7 +116,7 @@ def later(reader: ImagePrompts) -> list[TrainingSequence]:
         shown = reader.picture(picture(seed))
         parts = [texts[0], shown.ids, texts[1], shown.ids, texts[2]]
         whole = np.concatenate([ids, *parts])
-        pictures = reader.placed(whole, [*(first.pictures if first is not None else ()), shown, shown])
+        pictures = reader.placed(whole, [*first.pictures, shown, shown])
         sampled = np.concatenate([np.full(len(p), i in (0, 2, 4)) for i, p in enumerate(parts)])
         start = len(ids) + (len(texts[0]) + len(shown.ids) if branch else 0)
         completion, mask = whole[start:], sampled[start - len(ids) :]
@@ -135,7 +136,7 @@ def test_packs_with_pictures_in_completions_score_and_learn_like_plain_rows(
     packs = list(pack_sequences(later, 4096))
     check_packs(packed, plain, packs, later)
     (pack,) = packs
-    assert pack.pictures is not None
+    assert pack.pictures
     # One picture of the prompt and two of the results, whatever sequences and turns show them.
     assert len(pack.pictures.pictures) == 3
     # The branch adds no position to the tree.
@@ -165,7 +166,7 @@ def test_a_tree_shares_a_prompt_and_computes_its_pictures_once(
     family: str, sequences: list[TrainingSequence]
 ) -> None:
     (pack,) = pack_sequences(sequences, 4096)
-    assert pack.pictures is not None
+    assert pack.pictures
     assert len(pack.pictures.pictures) == 4
     prompts = {s.name[0]: len(s.prompt_ids) for s in sequences}
     assert pack.input_ids.numel() < sum(prompts.values()) + sum(len(s.completion_ids) for s in sequences)
@@ -175,8 +176,8 @@ def test_a_tree_shares_a_prompt_and_computes_its_pictures_once(
 
 def swapped(sequence: TrainingSequence, other: TrainingSequence) -> TrainingSequence:
     """The sequence with the picture of another one. Both pictures have the same grid, so that the ids stay the same."""
-    assert sequence.pictures is not None
-    assert other.pictures is not None
+    assert sequence.pictures
+    assert other.pictures
     pictures: PromptPictures = replace(sequence.pictures, pictures=other.pictures.pictures)
     return replace(sequence, name="swapped", pictures=pictures)
 
@@ -186,7 +187,7 @@ def test_equal_ids_with_other_pictures_are_other_nodes(
 ) -> None:
     """By ids alone both prompts would be one path of the tree, and one would be scored with the other's picture."""
     one, other = sequences[2], swapped(sequences[2], sequences[6])
-    assert one.pictures is not None
+    assert one.pictures
     model = make_seeing(family)
     adopt_tree_attention(model)
     with torch.no_grad():
@@ -201,8 +202,8 @@ def test_equal_ids_with_other_pictures_are_other_nodes(
 
 def test_a_pack_of_text_alone_is_what_it_was_before_pictures(sequences: list[TrainingSequence]) -> None:
     (text,) = pack_sequences(sequences[:2], 4096)
-    assert text.pictures is None
+    assert not text.pictures
     assert text.position_ids.shape == text.input_ids.shape
     small = list(pack_sequences(sequences, 60))
-    assert small[0].pictures is None
+    assert not small[0].pictures
     assert small[0].position_ids.dim() == 2

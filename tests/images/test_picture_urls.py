@@ -228,7 +228,7 @@ def test_a_run_learns_from_the_bytes_that_it_fetched_once(place: Place, tmp_path
     trainer.train()
     assert sorted(place.asked) == ["/1.png", "/2.png"]
     assert max(gaps(trainer)) < 1e-3
-    digests = [p.pictures.digests for p in trainer.loop.prompts if p.pictures is not None]
+    digests = [p.pictures.digests for p in trainer.loop.prompts if p.pictures]
     assert digests[3] == (*digests[1], *digests[0])
     assert digests[2] == digests[0] != digests[1]
     assert "127.0.0.1" not in json.dumps(seen)

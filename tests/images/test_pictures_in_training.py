@@ -25,7 +25,7 @@ from lockstep.contract.protocol import Completion
 from lockstep.engines import transformers_engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError, ProofError
-from lockstep.images.pictures import model_inputs
+from lockstep.images.packs import model_inputs
 from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.group import Prompt
 from lockstep.run.data.prompts import digest_of_prompts

@@ -20,7 +20,7 @@ from seeing_caller import draw, save_seeing_caller
 from lockstep.contract.protocol import Completion
 from lockstep.engines import transformers_engine
 from lockstep.errors import LockstepError, ProofError
-from lockstep.images.pictures import model_inputs
+from lockstep.images.packs import model_inputs
 from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.group import Rollout
@@ -65,7 +65,7 @@ def rollouts_of(trainer: GRPOTrainer) -> list[Rollout]:
 def count(rollout: Rollout) -> int:
     """Number of pictures that the last turn of a rollout has seen."""
     shown = rollout.branches[-1].pictures
-    return 0 if shown is None else len(shown.pictures)
+    return len(shown.pictures)
 
 
 def check_ids(trainer: GRPOTrainer, completion: Completion) -> None:
@@ -76,7 +76,7 @@ def check_ids(trainer: GRPOTrainer, completion: Completion) -> None:
     shown, first = completion.pictures, len(completion.prompt_ids)
     ids = np.concatenate([completion.prompt_ids, completion.token_ids])
     sampled = np.ones(len(completion.token_ids), bool) if completion.sampled is None else completion.sampled
-    if shown is None:
+    if not shown:
         return
     for own, place in zip(shown.pictures, shown.places_of_each, strict=True):
         start = int(place[0]) - int(np.flatnonzero(own.ids == shown.placeholder)[0])
@@ -100,7 +100,7 @@ def test_results_with_pictures_are_proven_turn_by_turn(family: str, folder: str,
     assert max(gaps(trainer)) < LIMIT
     found = rollouts_of(trainer)
     before = {g.prompt.prompt_id: g.prompt.pictures for g in trainer.loop.generation.groups}
-    later = [r for r in found if count(r) > len(getattr(before[r.key.prompt_id], "pictures", ()))]
+    later = [r for r in found if count(r) > len(before[r.key.prompt_id].pictures)]
     assert later, "no rollout has a picture in a later turn"
     assert any(count(r) > 1 for r in later)
     completions = [c for r in found for c in r.branches]
@@ -288,7 +288,7 @@ def test_positions_that_stop_at_the_first_prompt_are_found_by_the_gap(
 
     def counted_on(self: Any, ids: Any, pictures: Any) -> Any:
         found = placed(self, ids, pictures)
-        if found is None or len(pictures) < 2:
+        if len(pictures) < 2:
             return found
         first = placed(self, ids[: int(found.starts[1])], pictures[:1])
         return replace(found, positions=first.positions, delta=first.delta)
@@ -306,7 +306,7 @@ def test_a_rollout_with_another_picture_than_the_engine_was_sent_is_found(
     def exchanged(self: Conversation) -> Rollout:
         rollout = whole(self)
         shown = rollout.completion.pictures
-        if shown is None:
+        if not shown:
             return rollout
         pictures = tuple(replace(p, pixel_values=p.pixel_values.flip(0)) for p in shown.pictures)
         return replace(

@@ -133,7 +133,7 @@ def test_rows_whose_pictures_do_not_fit_their_prompt_are_refused(row: dict[str, 
 def test_placeholders_stand_once_per_token_of_each_picture(reader: ImagePrompts) -> None:
     row = mixed_rows()[2]
     ids, shown = reader.read(row)
-    assert shown is not None
+    assert shown
     image = shown.placeholder
     assert [p.tokens for p in shown.pictures] == [4, 8]
     assert np.flatnonzero(ids == image).tolist() == [
@@ -154,7 +154,7 @@ def test_positions_after_the_prompt_are_those_of_the_models_own_function(reader:
     model = make_seeing()
     for row in mixed_rows()[1:]:
         ids, shown = reader.read(row)
-        assert shown is not None
+        assert shown
         whole = torch.tensor([*ids.tolist(), 5, 6, 7, 8, 9])[None]
         grids = torch.stack([p.grid for p in shown.pictures])
         marks = (whole == shown.placeholder).int()
@@ -168,7 +168,7 @@ def test_positions_after_the_prompt_are_those_of_the_models_own_function(reader:
 def test_equal_pixels_have_equal_digests_and_other_pixels_or_grids_others(reader: ImagePrompts) -> None:
     def digest(image: Image.Image) -> str:
         _, shown = reader.read({"prompt": [{"role": "user", "content": "x"}], "image": image})
-        assert shown is not None
+        assert shown
         return shown.digests[0]
 
     assert digest(picture(0)) == digest(picture(0).copy())
@@ -182,7 +182,7 @@ def test_a_placeholder_that_a_user_has_typed_stays_text(reader: ImagePrompts) ->
     ids, shown = reader.read(
         {"prompt": [{"role": "user", "content": "<|image_pad|> is it"}], "image": picture(0)}
     )
-    assert shown is not None
+    assert shown
     assert (ids == shown.placeholder).sum() == shown.pictures[0].tokens
 
 
@@ -190,7 +190,7 @@ def test_plain_text_has_its_own_placeholders(reader: ImagePrompts) -> None:
     ids, shown = reader.read(
         {"prompt": "a <|vision_start|><|image_pad|><|vision_end|> b", "image": picture(0)}
     )
-    assert shown is not None
+    assert shown
     assert (ids == shown.placeholder).sum() == shown.pictures[0].tokens
     with pytest.raises(InputError, match="0 placeholders for 1 pictures"):
         reader.read({"prompt": "a", "image": picture(0)})

@@ -52,7 +52,7 @@ def test_the_images_of_the_rows_are_in_the_prompts(folder: str, tmp_path: Path) 
 def two_turns(prompts: list[Any], trainer: Any, *, named: bool) -> dict[str, Any]:
     """A second image is shown after the first turn."""
     more = picture(50, 16, 16)
-    ids = trainer.source.rollout_function.images.picture(more).ids.tolist()
+    ids = trainer.source.rollout_function.reader.picture(more).ids.tolist()
     first = generate_rollout_completions(trainer, prompts, max_tokens=3)
     shown = [[*images_in(prompt), more] for prompt in prompts]
     before = [a["prompt_ids"] + a["completion_ids"] + [5] + ids + [6] for a in first]
@@ -106,7 +106,7 @@ def test_more_images_than_the_limit_are_refused(named: bool, folder: str, tmp_pa
         return two_turns(prompts, trainer, named=True) if named else {"images": generate(prompts, trainer)}
 
     def generate(prompts: list[Any], trainer: Any) -> list[Any]:
-        ids = trainer.source.rollout_function.images.picture(picture(50, 16, 16)).ids.tolist()
+        ids = trainer.source.rollout_function.reader.picture(picture(50, 16, 16)).ids.tolist()
         shown = [[picture(50 + i, 16, 16) for i in range(3)] for _ in prompts]
         return generate_rollout_completions(
             trainer, [[5, *ids, 5, *ids, 5, *ids]] * len(prompts), images=shown
@@ -126,4 +126,21 @@ def test_ids_without_their_images_are_not_sampled_after(folder: str, tmp_path: P
 
     trainer = look(folder, tmp_path, use_vllm=False, rollout_func=forgets)
     with pytest.raises(InputError, match="give the images of each prompt of ids in `images`"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_model_of_text_refuses_images_that_it_would_not_see(
+    named: bool, untied_dir: str, tmp_path: Path
+) -> None:
+    def gives(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        shown = [[picture(50, 16, 16)] for _ in prompts]
+        if named:
+            return one_turn(prompts, trainer) | {"images": shown}
+        generate_rollout_completions(trainer, prompts, images=shown)
+        return {}
+
+    rows = [{"prompt": f"hello {i}"} for i in range(4)]
+    trainer = look(untied_dir, tmp_path, rows, use_vllm=False, rollout_func=gives)
+    with pytest.raises(InputError, match="this run shows no images to the model; give text"):
         trainer.train()

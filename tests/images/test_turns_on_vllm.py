@@ -43,7 +43,7 @@ def check(trainer: GRPOTrainer) -> None:
     assert len(gaps(trainer)) == 2
     assert max(gaps(trainer)) < LIMIT
     shown = {g.prompt.prompt_id: g.prompt.pictures for g in trainer.loop.generation.groups}
-    own = {name: 0 if pictures is None else len(pictures.pictures) for name, pictures in shown.items()}
+    own = {name: len(pictures.pictures) for name, pictures in shown.items()}
     later = [count(r) - own[r.key.prompt_id] for r in rollouts_of(trainer)]
     assert sum(later) > 1
     for completion in (c for r in rollouts_of(trainer) for c in r.branches):

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from bad_input import Row, check, rows
+from bad_input import Row, check, in_time, rows
 from safetensors.torch import load_file, save_file
 from training_words import words
+
+from lockstep.cli.main import main
 
 Damage = Callable[[Path], object]
 WEIGHTS = "model.safetensors"
@@ -153,6 +155,75 @@ TABLE = [
     Row("a vocabulary that is larger than the embedding", config(vocab_size=300), "300|another shape|embeds"),
     Row("a chat template that is cut", broken_template, "chat template|template"),
 ]
+
+
+CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+
+
+def adapter(config: object = '{"peft_type": "LORA"}', weights: object = "weights") -> Damage:
+    """A directory with an adapter in the place of the model: the contents of its two files, or what makes them."""
+
+    def damage(home: Path) -> None:
+        remove("config.json", WEIGHTS)(home)
+        for name, content in ((CONFIG, config), (ADAPTER, weights)):
+            if callable(content):
+                content(home / name)
+            elif content is not None:
+                (home / name).write_text(str(content))
+
+    return damage
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+NAMED = "--model_name_or_path", "{model}", "--dataset_name", "{home}/good.jsonl"
+COMMANDS = {
+    "grpo": (*NAMED, "--reward_funcs", "length", "--output_dir", "{home}/run"),
+    "online-dpo": (*NAMED[2:], "--model_name_or_path", "m", "--reward_funcs", "{model}"),
+    "evaluate": (*NAMED, "--reward_funcs", "length", "--eval_size", "2"),
+    "gateway": (*NAMED, "--agent_command", "true"),
+    "verify": ("--model", "{model}"),
+    "serve": ("{model}", "--dry_run"),
+    "merge": ("{home}/good", "{home}/new", "--base", "{model}"),
+    "audit": ("{home}/rollouts.jsonl", "--model", "{model}"),
+}
+ADAPTERS = [
+    Row("whole", adapter(), CONFIG),
+    Row("a config that is cut", adapter("{"), CONFIG),
+    Row("a config that is nested deeply", adapter("[" * 100_000), CONFIG),
+    Row("no config", adapter(None), ADAPTER),
+    Row("a directory for a config", adapter(Path.mkdir), CONFIG),
+    Row("a circle of links for a config", adapter(loop), CONFIG),
+    Row("empty weights", adapter(weights=""), CONFIG),
+    Row("no weights", adapter(weights=None), CONFIG),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_takes_an_adapter_for_a_model_whatever_is_wrong_with_it(
+    command: str, tmp_path: Path, untied_dir: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words(tmp_path, "m")
+    (tmp_path / "rollouts.jsonl").write_text(
+        '{"prompt_ids": [1], "completion_ids": [2, 3], "logprobs": [-1.0, -2.0]}\n'
+    )
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / CONFIG).write_text('{"base_model_name_or_path": "m"}')
+    for row in ADAPTERS:
+        home = shutil.copytree(untied_dir, tmp_path / row.name)
+        row.given(home)
+        capfd.readouterr()
+        with in_time():
+            code = main([command, *(word.format(home=tmp_path, model=home) for word in COMMANDS[command])])
+        (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("lockstep: ")]
+        assert (code, f"holds an adapter ({row.says}), not a whole model" in line) == (2, True), (
+            row.name,
+            line,
+        )
+    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "run").exists()
 
 
 @rows(*TABLE)

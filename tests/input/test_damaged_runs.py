@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shlex
@@ -77,6 +78,10 @@ def curve(run: Path) -> list[dict[str, Any]]:
         }
         for line in lines
     ]
+
+
+def pipe(name: str) -> Damage:
+    return lambda run: ((run / name).unlink(), os.mkfifo(run / name))
 
 
 def gone(name: str) -> Damage:
@@ -157,6 +162,7 @@ def without(name: str) -> Callable[[dict], Any]:
     return lambda found: found.pop(name)
 
 
+DEEP = "[" * 100_000
 GARBAGE = b"\x80\x04\x95\xff\xfe\x00garbage"
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
@@ -204,6 +210,13 @@ FILES = [
         "run.json cannot be read.*nor can its copy in checkpoint-2",
     ),
     Row("run.json a folder", folder("run.json"), "run.json is a directory"),
+    Row("run.json a pipe", pipe("run.json"), "run.json is neither a file nor a directory"),
+    Row("run.json nested deeply", filled("run.json", DEEP), SAME, 0),
+    Row(
+        "run.json and its copy nested deeply",
+        both(lambda name: filled(name, DEEP), "run.json"),
+        "run.json cannot be read.*nested too deeply.*nor can its copy in checkpoint-2",
+    ),
     Row("run.json of another run", filled("run.json", '{"seed": 7}'), "other settings"),
     # The receipt.
     Row("receipt gone", gone("receipt.jsonl"), "receipt.jsonl.* cannot be read"),
@@ -215,6 +228,10 @@ FILES = [
         "does not fit the chain|does not reach",
     ),
     Row("receipt a folder", folder("receipt.jsonl"), "receipt.jsonl.* cannot be read"),
+    Row("receipt a pipe", pipe("receipt.jsonl"), "receipt.jsonl.* cannot be read"),
+    Row(
+        "receipt of a line nested deeply", filled("receipt.jsonl", f"{DEEP}\n"), "does not reach|not an entry"
+    ),
     Row(
         "receipt without its last lines",
         lines("receipt.jsonl", lambda found: found[:2]),
@@ -291,6 +308,8 @@ FILES = [
     Row("summary binary", filled("summary.json", GARBAGE), SAME, 0),
     Row("summary a list", filled("summary.json", "[]"), SAME, 0),
     Row("summary a folder", folder("summary.json"), "summary.json cannot be read"),
+    Row("summary a pipe", pipe("summary.json"), "summary.json cannot be read"),
+    Row("summary nested deeply", filled("summary.json", DEEP), SAME, 0),
     Row("report of an earlier end", filled("report.html", "old"), SAME, 0),
     Row("last evaluation empty", filled("after.json"), SAME, 0),
     # The trainer's state.
@@ -391,7 +410,7 @@ REPEATED = frozenset({
     "state binary",
     "state a list", "the end a folder", "about a folder", "shown rollouts a folder", "state without a step",
     "metrics with a byte that is no text", "a checkpoint without a number", "run.json empty", "run.json binary",
-    "run.json a list",
+    "run.json a list", "run.json nested deeply", "summary nested deeply",
 })  # fmt: skip
 
 

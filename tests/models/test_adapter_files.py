@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from lockstep.models.policy import load_policy
 from lockstep.models.resolve import resolve_model
 
 IDS = torch.arange(6).unsqueeze(0)
-WEIGHTS = "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -115,19 +116,39 @@ def test_an_adapter_meets_the_values_that_training_computed_with(
     assert not getattr(found.config, "quantization_config", None)
 
 
-def _without(adapter: Path, name: str) -> None:
-    tensors = load_file(adapter / WEIGHTS)
-    save_file({key: tensor for key, tensor in tensors.items() if name not in key}, adapter / WEIGHTS)
+def _with(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    def damage(adapter: Path) -> None:
+        tensors = load_file(adapter / WEIGHTS)
+        change(tensors)
+        save_file(tensors, adapter / WEIGHTS)
+
+    return damage
 
 
-def _with(adapter: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    tensors = load_file(adapter / WEIGHTS)
-    change(tensors)
-    save_file(tensors, adapter / WEIGHTS)
+def _without(part: str) -> Callable[[Path], object]:
+    return _with(lambda tensors: [tensors.pop(name) for name in list(tensors) if part in name])
 
 
-def _one_nan(tensors: dict[str, torch.Tensor]) -> None:
-    next(iter(tensors.values())).view(-1)[0] = torch.nan
+def _first(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], object]:
+    """Another tensor in the place of the first matrix."""
+
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        name = next(name for name in tensors if "lora_A" in name)
+        tensors[name] = change(tensors[name]).contiguous()
+
+    return _with(damage)
+
+
+def _value(number: float) -> Callable[[Path], object]:
+    return _first(lambda tensor: tensor.clone().index_fill_(0, torch.tensor(0), number))
+
+
+def _renamed(old: str, new: str) -> Callable[[Path], object]:
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if old in name]:
+            tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return _with(damage)
 
 
 def _foreign(tensors: dict[str, torch.Tensor]) -> None:
@@ -135,43 +156,162 @@ def _foreign(tensors: dict[str, torch.Tensor]) -> None:
     tensors[name.replace("layers.0", "layers.77")] = tensors[name].clone()
 
 
-def _other_shape(tensors: dict[str, torch.Tensor]) -> None:
-    name = next(iter(tensors))
-    tensors[name] = tensors[name][:, :1].clone()
+def _config(**changes: Any) -> Callable[[Path], object]:
+    def damage(adapter: Path) -> None:
+        path = adapter / CONFIG
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return damage
 
 
-def _config(adapter: Path, **changes: Any) -> None:
-    path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+def _cut(share: float) -> Callable[[Path], object]:
+    def damage(adapter: Path) -> None:
+        content = (adapter / WEIGHTS).read_bytes()
+        (adapter / WEIGHTS).write_bytes(content[: int(len(content) * share)])
+
+    return damage
+
+
+def _instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Something else in a file's place."""
+
+    def damage(adapter: Path) -> None:
+        (adapter / name).unlink()
+        make(adapter / name)
+
+    return damage
+
+
+def _text(name: str, text: str) -> Callable[[Path], object]:
+    return lambda adapter: (adapter / name).write_text(text)
+
+
+def _loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def _unreadable(path: Path) -> None:
+    # A regular file that can be opened, and whose first byte cannot be read, also not by root.
+    path.symlink_to("/proc/self/mem")
+
+
+@pytest.fixture(scope="module")
+def whole(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter as a run saves it."""
+    model = adapted(load_policy(str(saved)), modules_to_save=["lm_head"])
+    return keep(model, saved, tmp_path_factory.mktemp("adapter") / "whole")
+
+
+OF_A_FILE = [
+    (_without("up_proj.lora_B"), "its file lacks"),
+    (_without("lm_head"), "its file lacks"),
+    (_with(dict.clear), "its file lacks"),
+    (_renamed("up_proj", "down_proj"), "its file lacks"),
+    (_renamed("lora_A", "lora_C"), "its file lacks"),
+    (_with(_foreign), "has weights that the base has no place for"),
+    (_value(math.nan), "NaN or infinite"),
+    (_value(-math.inf), "NaN or infinite"),
+    (_first(lambda tensor: tensor.double() * 1e300), "NaN or infinite"),
+    (_first(lambda tensor: tensor.long()), "is torch.int64"),
+    (_first(lambda tensor: tensor.bool()), "is torch.bool"),
+    (_first(lambda tensor: tensor[:, :1]), "cannot be loaded onto"),
+    (_first(lambda tensor: tensor[None]), "has rank 1"),
+    (_first(lambda tensor: tensor.sum()), "has rank 0"),
+    (_first(lambda tensor: tensor[:2]), "has rank 2, and its adapter_config.json says r=4"),
+    *((_cut(share), f"{WEIGHTS} cannot be read") for share in (0, 0.001, 0.5, 0.99)),
+    (_text(WEIGHTS, "not a file"), f"{WEIGHTS} cannot be read"),
+    (_instead(WEIGHTS, lambda path: None), f"has no {WEIGHTS}"),
+    (_instead(WEIGHTS, Path.mkdir), f"{WEIGHTS} is a directory"),
+    (_instead(WEIGHTS, _loop), f"{WEIGHTS} is a link to nothing"),
+    (_instead(WEIGHTS, os.mkfifo), f"{WEIGHTS} is neither a file nor a directory"),
+    (_instead(WEIGHTS, _unreadable), f"{WEIGHTS} cannot be read"),
+    (_instead(WEIGHTS, lambda path: torch.save([1], path.with_name("adapter_model.bin"))), "cannot be read"),
+    (_config(r=8), "has rank 4, and its adapter_config.json says r=8"),
+    (_config(r=0), "r is 0; it must be a number of dimensions"),
+    (_config(r="4"), "r is '4'; it must be"),
+    (_config(r=10**12), "has rank 4, and its adapter_config.json says r=1000000000000"),
+    (_config(rank_pattern={"q_proj": 0}), "r is 0; it must be"),
+    (_config(rank_pattern=[1]), "cannot be read"),
+    (_config(lora_alpha=10**400), "cannot be loaded onto"),
+    *((_config(lora_alpha=alpha), "lora_alpha is .* it must be") for alpha in (0, math.nan, "8", None, True, [8])),
+    (_config(alpha_pattern={"up_proj": math.inf}), "lora_alpha is inf; it must be"),
+    (_config(use_rslora="false"), "use_rslora is 'false'; it must be true or false"),
+    (_config(fan_in_fan_out=1), "fan_in_fan_out is 1; it must be true or false"),
+    (_config(target_modules=3), "cannot be loaded onto"),
+    (_config(target_modules=["nothing"]), "cannot be loaded onto"),
+    (_config(peft_type="NOPE"), "has the peft_type 'NOPE'"),
+    (_config(peft_type=["LORA"]), "has the peft_type"),
+    (_text(CONFIG, ""), "cannot be read"),
+    (_text(CONFIG, "[]"), "cannot be read .TypeError"),
+    (_text(CONFIG, '{"peft_type": "LORA", "r": 4}'), "cannot be read .KeyError: 'lora_alpha'"),
+    (_text(CONFIG, "[" * 100_000), "nested too deeply"),
+    (lambda a: (a / CONFIG).write_bytes(b"\xff\xfe"), "cannot be read"),
+    (_instead(CONFIG, lambda path: None), f"has no {CONFIG}"),
+    (_instead(CONFIG, Path.mkdir), f"{CONFIG} is a directory"),
+    (_instead(CONFIG, _loop), f"{CONFIG} is a link to nothing"),
+    (_instead(CONFIG, _unreadable), f"{CONFIG} cannot be read"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "said"), OF_A_FILE)
+def test_an_adapter_that_is_not_whole_is_refused_without_the_digests_of_a_run(
+    saved: Path, whole: Path, tmp_path: Path, damage: Callable[[Path], Any], said: str
+) -> None:
+    adapter = shutil.copytree(whole, tmp_path / "adapter")
+    (adapter / BASE_FILE).unlink()
+    damage(adapter)
+    with pytest.raises(InputError, match=said) as found:
+        load_adapted(str(saved), adapter)
+    assert str(adapter) in str(found.value)
+    assert len(str(found.value)) <= 500
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "name"),
     [
-        (lambda a: _without(a, "up_proj.lora_B"), "its file lacks"),
-        (lambda a: _without(a, "lm_head"), "its file lacks"),
-        (lambda a: _with(a, _foreign), "has weights that the base has no place for"),
-        (lambda a: _with(a, _one_nan), "NaN or infinite"),
-        (lambda a: _with(a, _other_shape), "cannot be loaded onto"),
-        (lambda a: _config(a, r=8), "cannot be loaded onto"),
-        (lambda a: _config(a, lora_alpha=0), "scales .* by 0"),
-        (lambda a: _config(a, lora_alpha=math.nan), "scales .* by nan"),
-        (lambda a: _config(a, peft_type="NOPE"), "has the peft_type 'NOPE'"),
-        (lambda a: (a / "adapter_config.json").write_text("[]"), "cannot be read .TypeError"),
-        (lambda a: (a / "adapter_config.json").write_text("[" * 100_000), "cannot be read .RecursionError"),
-        (lambda a: (a / WEIGHTS).write_bytes(b"not a file"), "cannot be loaded onto"),
-        (lambda a: (a / WEIGHTS).unlink(), "has no adapter_model.safetensors"),
-        (lambda a: (a / "adapter_config.json").unlink(), "has no adapter_config.json"),
-        (lambda a: (a / BASE_FILE).write_text("{}"), "cannot be read"),
-        (lambda a: (a / BASE_FILE).write_text('{"digest": "1", "dtype": "nn"}'), "cannot be read"),
+        (_config(lora_alpha=16), CONFIG),
+        (_config(use_rslora=True), CONFIG),
+        (_first(lambda tensor: tensor * 1.01), WEIGHTS),
+        (_renamed("layers.0", "layers.7"), WEIGHTS),
+        (_instead(WEIGHTS, lambda path: torch.save({}, path.with_name("adapter_model.bin"))), WEIGHTS),
     ],
 )
-def test_an_adapter_that_is_not_whole_is_refused(
-    saved: Path, tmp_path: Path, damage: Callable[[Path], Any], said: str
+def test_an_adapter_that_was_changed_since_a_run_saved_it_is_refused_before_the_base_is_loaded(
+    saved: Path, whole: Path, tmp_path: Path, damage: Callable[[Path], Any], name: str
 ) -> None:
-    adapter = keep(adapted(load_policy(str(saved)), modules_to_save=["lm_head"]), saved, tmp_path / "adapter")
+    adapter = shutil.copytree(whole, tmp_path / "adapter")
     damage(adapter)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=f"{name} is not as the run saved it"):
+        load_adapted("no/such-base", adapter)
+    (adapter / BASE_FILE).unlink()
+    with pytest.raises(InputError, match=r"no/such-base|its file|cannot be read"):
+        load_adapted("no/such-base", adapter)
+
+
+def test_an_adapter_may_name_another_place_of_its_base(saved: Path, whole: Path, tmp_path: Path) -> None:
+    adapter = shutil.copytree(whole, tmp_path / "adapter")
+    _config(base_model_name_or_path="/moved/base", revision="main")(adapter)
+    _, is_compared = load_adapted(str(saved), adapter)
+    assert is_compared
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _text(BASE_FILE, "{}"),
+        _text(BASE_FILE, '{"digest": "1", "dtype": "nn"}'),
+        _text(BASE_FILE, '{"digest": "1", "dtype": "float32", "adapter": [1]}'),
+        _instead(BASE_FILE, Path.mkdir),
+        _instead(BASE_FILE, _loop),
+        _instead(BASE_FILE, _unreadable),
+    ],
+)
+def test_what_a_run_says_of_the_base_is_not_passed_over(
+    saved: Path, whole: Path, tmp_path: Path, damage: Callable[[Path], Any]
+) -> None:
+    adapter = shutil.copytree(whole, tmp_path / "adapter")
+    damage(adapter)
+    with pytest.raises(InputError, match=f"{BASE_FILE} cannot be read"):
         load_adapted(str(saved), adapter)
 
 

@@ -23,6 +23,7 @@ from tiny import make_tokenizer
 from lockstep import threads
 from lockstep.errors import InputError
 from lockstep.extras.agents.agent_program import Agent, AgentFailed
+from lockstep.images.prompts import PromptReader
 from lockstep.rollouts.judges import judge_pairs
 from lockstep.rollouts.programs.rollout_func import Bounds
 from lockstep.rollouts.programs.workers import Worker
@@ -44,7 +45,7 @@ def read() -> dict[str, Any]:
 
 
 def rollout_function(function: Callable[..., Any]) -> RolloutFunction:
-    return RolloutFunction(function, None, make_tokenizer(), Bounds(384, 8, 64, [0]))
+    return RolloutFunction(function, None, PromptReader(make_tokenizer()), Bounds(384, 8, 64, [0]))
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny import make_tokenizer
 
 from lockstep.errors import InputError
+from lockstep.images.prompts import PromptReader
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.programs.rollout_func import Bounds, groups_of_columns
 
@@ -27,7 +29,10 @@ def columns(**changed: Any) -> dict[str, Any]:
 
 
 def groups(given: Any) -> list[RolloutGroup]:
-    return groups_of_columns(given, PROMPTS, 2, 7, BOUNDS, lambda ids: f"text {np.asarray(ids).tolist()}")
+    reader = PromptReader(make_tokenizer())
+    return groups_of_columns(
+        given, PROMPTS, 2, 7, BOUNDS, lambda ids: f"text {np.asarray(ids).tolist()}", reader
+    )
 
 
 def test_rows_become_rollouts_of_their_prompts_in_trls_order() -> None:

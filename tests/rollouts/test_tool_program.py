@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from lockstep.contract.protocol import Completion, Engine
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
+from lockstep.images.prompts import PromptReader
 from lockstep.rollouts.driver import Driver, sampled_now, starts_for
 from lockstep.rollouts.group import Prompt, Rollout
 from lockstep.rollouts.programs.environments import Environments
@@ -91,7 +92,7 @@ class Played:
             for name, more in ({name: kind.schemas for name, kind in kinds.items()} or {None: ()}).items()
         }
         self.program = ToolProgram(
-            self.extensions, tools, self.calls, self.environments, iterations, longest_token=40
+            self.extensions, tools, self.calls, self.environments, iterations, 40, PromptReader(tokenizer)
         )
 
     def run(

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError, ProofError
-from lockstep.images.pictures import Picture, PromptPictures
+from lockstep.images.pictures import NO_PICTURES, Picture, PromptPictures
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, TurnEnd, seal_of
 from lockstep.rollouts.wire import (
     decode,
@@ -166,7 +166,7 @@ def seeing_groups() -> list[RolloutGroup]:
     One rollout of the second prompt was shown a further picture.
     """
     found = []
-    for group, pictures in zip(groups(), (shown(0, 1), shown(2), None), strict=True):
+    for group, pictures in zip(groups(), (shown(0, 1), shown(2), NO_PICTURES), strict=True):
         prompt = replace(group.prompt, pictures=pictures)
         rollouts = tuple(
             replace(r, completion=replace(r.completion, pictures=pictures)) for r in group.rollouts
@@ -190,8 +190,6 @@ def test_each_completion_finds_the_pictures_of_its_prompt_and_only_others_are_se
         for one, other in zip(mine.rollouts, theirs.rollouts, strict=True):
             assert other.completion.pictures is mine.prompt.pictures
             for own, found in zip(one.further, other.further, strict=True):
-                assert own.pictures is not None
-                assert found.pictures is not None
                 assert found.pictures.digests == own.pictures.digests
                 assert np.array_equal(found.pictures.places, own.pictures.places)
                 assert np.array_equal(found.pictures.positions_of(9), own.pictures.positions_of(9))
@@ -211,7 +209,7 @@ def test_pictures_that_do_not_arrive_as_they_were_sent_are_refused(fault: str) -
     else:
         sent = [
             *sent[:2],
-            *(replace(group, prompt=replace(group.prompt, pictures=None)) for group in sent[2:]),
+            *(replace(group, prompt=replace(group.prompt, pictures=NO_PICTURES)) for group in sent[2:]),
         ]
         data["shown"] = [*data["shown"][:-1], data["shown"][0]]
     with pytest.raises(ProofError, match="parts do not fit each other"):

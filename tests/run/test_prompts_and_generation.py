@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError
+from lockstep.images.prompts import PromptReader
 from lockstep.learn.generation import prepare_generation
 from lockstep.learn.methods.grpo import GRPOConfig, GRPOObjective
 from lockstep.report.phases import PhaseClock
@@ -39,7 +40,7 @@ def test_a_dataset_that_cannot_be_used_is_refused(data: object, message: str) ->
 
 def test_rows_become_prompts_with_names_and_columns() -> None:
     data = Dataset.from_dict({"prompt": ["hello", "world"], "answer": ["1", "2"]})
-    prompts = load_prompts(data, "train", make_tokenizer(), max_prompt_length=50)
+    prompts = load_prompts(data, "train", PromptReader(make_tokenizer()), max_prompt_length=50)
     assert [(p.prompt_id, p.source, dict(p.columns)) for p in prompts] == [
         ("train/0", "hello", {"answer": "1"}),
         ("train/1", "world", {"answer": "2"}),
@@ -50,7 +51,10 @@ def test_a_row_that_is_too_long_or_cannot_be_rendered_is_named() -> None:
     tokenizer = make_tokenizer()
     with pytest.raises(InputError, match=r"train/1 has \d+ tokens; there is room for 20"):
         load_prompts(
-            Dataset.from_dict({"prompt": ["ok", "z" * 100]}), "train", tokenizer, max_prompt_length=20
+            Dataset.from_dict({"prompt": ["ok", "z" * 100]}),
+            "train",
+            PromptReader(tokenizer),
+            max_prompt_length=20,
         )
     with pytest.raises(
         InputError, match="beside max_new_tokens=500: shorten or drop the row, or lower max_new_tokens"
@@ -58,12 +62,14 @@ def test_a_row_that_is_too_long_or_cannot_be_rendered_is_named() -> None:
         load_prompts(
             Dataset.from_dict({"prompt": ["z" * 100]}),
             "train",
-            tokenizer,
+            PromptReader(tokenizer),
             max_prompt_length=20,
             limit=("max_new_tokens", 500),
         )
     with pytest.raises(InputError, match="prompt train/1: a prompt has no tokens"):
-        load_prompts(Dataset.from_dict({"prompt": ["ok", ""]}), "train", tokenizer, max_prompt_length=20)
+        load_prompts(
+            Dataset.from_dict({"prompt": ["ok", ""]}), "train", PromptReader(tokenizer), max_prompt_length=20
+        )
 
 
 def scored(
@@ -138,14 +144,16 @@ def test_special_tokens_that_nobody_asked_for_are_said_and_can_be_switched_off(
     tokenizer.backend_tokenizer.post_processor = adds
     data = Dataset.from_list([{"prompt": f"{begin}hello"}, {"prompt": f"hello{end}"}])
     first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
-    prompts = load_prompts(data, "train", tokenizer, max_prompt_length=100)
+    prompts = load_prompts(data, "train", PromptReader(tokenizer), max_prompt_length=100)
     assert prompts[0].ids[:2].tolist() == [first, first]
     tell_added(prompts, tokenizer)
     assert "1 of 2 prompts (train/0 first) begin with two begin tokens" in caplog.text
     assert "1 of 2 prompts (train/0 first) end with an end token" in caplog.text
     assert caplog.text.count("add_special_tokens=False") == 2
     caplog.clear()
-    prompts = load_prompts(data, "train", tokenizer, max_prompt_length=100, add_special_tokens=False)
+    prompts = load_prompts(
+        data, "train", PromptReader(tokenizer, add_special_tokens=False), max_prompt_length=100
+    )
     tell_added(prompts, tokenizer)
     assert not caplog.text
     hello = tokenizer("hello", add_special_tokens=False)["input_ids"]
@@ -181,7 +189,7 @@ def test_a_key_that_only_other_messages_have_is_not_there(tmp_path: Path) -> Non
     data.to_parquet(tmp_path / "rows.parquet")
     for read in (data, Dataset.from_parquet(str(tmp_path / "rows.parquet"), cache_dir=str(tmp_path))):
         assert read[0]["prompt"] != rows[0]
-        prompts = load_prompts(read, "train", tokenizer, max_prompt_length=1000)
+        prompts = load_prompts(read, "train", PromptReader(tokenizer), max_prompt_length=1000)
         assert [prompt.source for prompt in prompts] == rows
         assert tokenizer.decode(prompts[1].ids) == tokenizer.decode(
             tokenizer('and now{"one": 1}f2and now')["input_ids"]

@@ -325,6 +325,17 @@ def test_gradients_that_one_rank_reverses_later_stop_both(
     assert one["step"] == other["step"] == step
 
 
+@pytest.mark.parametrize(("moment", "step"), [("first", 0), ("middle", 4)])
+def test_a_backward_that_is_wrong_at_late_positions_of_one_rank_stops_both(
+    found: Found, moment: str, step: int
+) -> None:
+    one, other = found(f"long:{moment}")
+    assert one["raised"] == other["raised"] == "ProofError"
+    assert one["message"] == other["message"]
+    assert "proof 'model_gradient' failed" in one["message"]
+    assert one["step"] == other["step"] == step
+
+
 def test_a_forward_that_fails_on_one_rank_stops_the_other_before_the_step(found: Found) -> None:
     one, other = found("learn")
     assert one["raised"] == "LockstepError"

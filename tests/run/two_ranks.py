@@ -547,6 +547,51 @@ def split(rank: int, model: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def long_on_one_rank(moment: str) -> Callable[[int, str, Path], Any]:
+    """On rank 1 the last positions of long sequences give a layer no gradient. In the middle the run is in bf16."""
+
+    def work(rank: int, model: str, folder: Path) -> Any:
+        from unittest.mock import patch
+
+        import torch
+        from accounts import make
+        from datasets import Dataset
+        from transformers import TrainerCallback
+
+        from lockstep.watch import model_gradient
+
+        data = Dataset.from_dict({"prompt": [f"what is {i} + {i} " * 12 for i in range(8)]})
+        half = {"bf16": True} if moment == "middle" else {}
+        more = {"max_steps": 6, "seed": 0, "model_init_kwargs": {"dtype": torch.float32}, **half}
+        run = make("grpo-grpo", model, folder / f"long-{moment}", ranks=2, size=2, data=data, **more)
+
+        def lose() -> None:
+            def late(module: Any, given: Any, made: torch.Tensor) -> torch.Tensor:
+                return torch.cat([made[:, :56], made[:, 56:].detach()], 1)
+
+            if rank == 1:
+                run.model.model.layers[0].mlp.register_forward_hook(late)
+
+        class Loses(TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step == 3:
+                    lose()
+
+        if moment == "first":
+            lose()
+        else:
+            run.add_callback(Loses())
+        often = patch.multiple(model_gradient, EVERY=2, EVERY_SUM=4)
+        try:
+            with often:
+                run.train()
+        except Exception as error:  # noqa: BLE001 - the error is the result
+            return {"raised": type(error).__name__, "message": str(error), "step": run.state.global_step}
+        return {}
+
+    return work
+
+
 WORK: dict[str, Callable[[int, str, Path], Any]] = {
     "methods": methods,
     "experts": experts,
@@ -566,6 +611,7 @@ WORK: dict[str, Callable[[int, str, Path], Any]] = {
     "breaks": breaks,
     "learn": fails_to_learn,
     **{f"reversed:{by}": reversed_on_one_rank(by) for by in ("callback", "other code")},
+    **{f"long:{moment}": long_on_one_rank(moment) for moment in ("first", "middle")},
     "reward:killed": odd_rewards("killed"),
 }
 # Work that is done in ranks of its own.

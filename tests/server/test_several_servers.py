@@ -26,6 +26,7 @@ from lockstep.engines.servers.requests import ServerRequests
 from lockstep.engines.servers.server import VLLMServer
 from lockstep.errors import EngineLost, ProofError
 from lockstep.server.keys import KEY_VARIABLE
+from lockstep.watch.held_weights import HeldWeights
 from lockstep.watch.modules import ModuleProbe, check_probe
 from lockstep.weights.push import push_weights
 from lockstep.weights.wire.network import GlooTransport
@@ -156,6 +157,14 @@ def test_the_probe_names_the_server_whose_weights_are_old(pair: Pair) -> None:
         check_probe(probe.measure(5, every=True), 1)
     assert pair.servers[1].url in failed.value.found
     assert pair.servers[0].url not in failed.value.found
+    # The exact probe, where the other server's weights are off by less than outputs show.
+    only = connect(pair.servers[1].url)
+    push_weights(perturbed(first, scale=1e-6), only, 1)
+    only.close()
+    assert probe.measure(5, every=True).failed == []
+    held = HeldWeights(first, pair.engine, probe, torch.float32).compare(1, every=True)
+    assert held.servers == (pair.servers[1].url,)
+    assert "model.layers.0.self_attn.k_proj.weight" in held.differing
 
 
 def test_a_gap_names_the_server_whose_answers_have_it(

@@ -11,6 +11,7 @@ from tiny import make_model, make_tokenizer
 
 from lockstep import GRPOConfig
 from lockstep.errors import InputError
+from lockstep.images.prompts import PromptReader
 from lockstep.rollouts.ranks import Ranks
 from lockstep.run.data.prompts import read_prompts
 from lockstep.tokens.chat import (
@@ -55,7 +56,7 @@ def test_tokens_without_an_embedding_are_taken_with_a_word_and_refused_where_the
             if text == last
             else pytest.raises(InputError, match=f"train/1 has token id {rows} but")
         ):
-            read_prompts(data, tokenizer, 64, config, Ranks(60.0), vocabulary=rows)
+            read_prompts(data, PromptReader(tokenizer), 64, config, Ranks(60.0), vocabulary=rows)
 
 
 @pytest.mark.parametrize("name", ["pad_token", "eos_token"])

@@ -24,11 +24,12 @@ from lockstep.rollouts.driver import collect
 from lockstep.rollouts.programs.interruptions import Interruption, interrupted
 from lockstep.watch.custody import Record, SampledTokens
 from lockstep.watch.draws import DrawStats
-from lockstep.watch.gap import GapStats, GapTail, PooledGap, measure_gap
+from lockstep.watch.gap import GapStats, GapTail, PooledGap, PooledSlope, measure_gap
 from lockstep.watch.gap_explained import Decomposition, decompose, split_gap
 from lockstep.watch.kept_sets import KeptSetStats
 from lockstep.watch.model_gradient import Checked, ModelGradient
-from lockstep.watch.tolerances import tolerance
+from lockstep.watch.tolerances import Tolerance, tolerance
+from lockstep.weights.push import weights_of
 
 SINGLE = tolerance(torch.float32, torch.float32)
 gaps = st.floats(0, 50)
@@ -55,7 +56,12 @@ def test_a_gap_within_the_dtypes_limit_is_numerics_and_over_it_a_defect() -> Non
 
 
 def explained(
-    stage: Stage, completions: list[Completion], version: int | None = None, *, stale_by_design: bool = False
+    stage: Stage,
+    completions: list[Completion],
+    version: int | None = None,
+    *,
+    stale_by_design: bool = False,
+    limit: Tolerance = SINGLE,
 ) -> Decomposition:
     return decompose(
         stage.model,
@@ -63,9 +69,9 @@ def explained(
         completions[:3],
         Distribution(stage.sampling()),
         stage.precision,
-        stage.trainer.proofs.probe,
+        stage.trainer.proofs.push.probes,
         stage.version if version is None else version,
-        SINGLE,
+        limit,
         stale_by_design=stale_by_design,
     )
 
@@ -250,6 +256,51 @@ def test_a_stale_layer_is_a_defect_with_its_name(stage: Stage) -> None:
     assert found.parts.defect > 0.9 * found.parts.total
 
 
+def test_older_weights_that_outputs_do_not_show_are_named_with_their_version(stage: Stage) -> None:
+    from lockstep.weights.push import forget_push, push_weights
+
+    name = "model.layers.1.mlp.up_proj.weight"
+    kept, before = dict(weights_of(stage.model))[name].clone(), stage.version
+    with (
+        stage.kept_weights(),
+        loads_instead(stage, lambda sent: [(n, kept if n == name else t) for n, t in sent]),
+    ):
+        stage.move(1e-5)
+        stage.trainer.state.global_step += 1
+        forget_push(stage.engine)
+        push_weights(stage.model, stage.engine, stage.version)
+        first = stage.sample(stage.sampling())[0]
+        # A log-prob that these weights do not explain, so that there is a gap to explain.
+        found = explained(stage, [replace(first, logprobs=(*first.logprobs[:-1], first.logprobs[-1] - 3))])
+    assert found.layers == (name,)
+    assert f"older weights of {name}: those of version {before}" in found.cause
+
+
+def test_an_engine_that_agrees_when_it_is_asked_again_computes_in_no_other_dtype(stage: Stage) -> None:
+    completions = stage.sample(stage.sampling())
+    coarse = tolerance(torch.bfloat16, torch.bfloat16)
+    # Of older weights, as those of a cache that was kept: the gap is over its limit, and another dtype may halve it.
+    wrong = [replace(c, logprobs=tuple(x - 0.5 for x in c.logprobs)) for c in completions]
+    with patch("lockstep.watch.gap_explained._other_precisions", raises_if_asked):
+        found = explained(stage, wrong, limit=coarse)
+    assert "asked again it agrees" in found.cause
+
+
+def raises_if_asked(precision: object) -> dict[str, object]:
+    raise AssertionError("no other dtype can be the cause")
+
+
+def test_each_step_adds_its_tokens_to_the_signed_gap_once(stage: Stage) -> None:
+    proofs = stage.trainer.proofs
+    with patch.object(proofs, "slopes", PooledSlope()):
+        stage.step()
+        now = proofs.slopes.now
+        assert now.tokens >= proofs.judged["tokens"] > 0
+        assert now.prompts == len(stage.prompts)
+        proofs.check_slope(now, stage.version)
+        assert proofs.slopes.now == now
+
+
 def test_answers_of_other_requests_are_a_defect_that_the_engine_does_not_repeat(stage: Stage) -> None:
     with injected(stage, "L3"):
         found = explained(stage, stage.sample(stage.sampling()))
@@ -293,7 +344,7 @@ def test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_f
         completions,
         Distribution(stage.sampling()),
         stage.precision,
-        stage.trainer.proofs.probe,
+        stage.trainer.proofs.push.probes,
         stage.version,
         tolerance(dtype, dtype),
         packed=GapStats(24, sum_abs=8 * size, max_abs=size, worst=str(completions[0].key)),

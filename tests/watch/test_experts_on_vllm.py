@@ -90,9 +90,9 @@ def explained(stage: Stage) -> Decomposition:
     first = stage.sample(stage.sampling())[0]
     wrong = replace(first, logprobs=(*first.logprobs[:-1], first.logprobs[-1] - 3))
     single = tolerance(torch.float32, torch.float32)
-    distribution, probe = Distribution(stage.sampling()), stage.trainer.proofs.probe
+    distribution, probes = Distribution(stage.sampling()), stage.trainer.proofs.push.probes
     return decompose(
-        stage.model, stage.engine, [wrong], distribution, stage.precision, probe, stage.version, single
+        stage.model, stage.engine, [wrong], distribution, stage.precision, probes, stage.version, single
     )
 
 

@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lockstep.errors import ProofError
-from lockstep.watch.gap import GapStats, PooledGap, check_count, gap_error, measure_gap, over_limits
+from lockstep.watch.gap import (
+    GapStats,
+    PooledGap,
+    PooledSlope,
+    check_count,
+    gap_error,
+    measure_gap,
+    measure_slope,
+    over_limits,
+)
 from lockstep.watch.tolerances import tolerance
 
 SINGLE = tolerance(torch.float32, torch.float32)
@@ -116,3 +126,69 @@ def test_a_clean_step_passes() -> None:
 
 def test_only_fp32_on_both_sides_gets_the_tight_limits() -> None:
     assert tolerance(torch.bfloat16, torch.bfloat16) == tolerance(torch.float32, torch.bfloat16) != SINGLE
+
+
+def tokens_of(
+    temperature: float, noise: float, *, prompts: int = 32, copies: int = 8, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, list[str], list[int]]:
+    """Gap and surprise of tokens of an engine at `temperature` × the policy's. Completions of a prompt are alike."""
+    draw = np.random.default_rng(seed)
+    surprises = draw.normal(0, 1.5, (prompts, 1, 8)).repeat(copies, axis=1)
+    rounding = draw.normal(0, noise, (prompts, 1, 8)).repeat(copies, axis=1)
+    gap = (1 / temperature - 1) * surprises + rounding
+    names = [f"p{i}" for i in range(prompts) for _ in range(copies)]
+    return gap.ravel(), surprises.ravel(), names, [8] * (prompts * copies)
+
+
+@pytest.mark.parametrize("temperature", [0.95, 1.03, 1.05, 1.2])
+def test_another_temperature_shows_in_the_signed_gap_where_its_mean_is_within_half_precision(
+    temperature: float,
+) -> None:
+    half, pool = tolerance(torch.bfloat16, torch.bfloat16), PooledSlope()
+    gap, surprises, names, lengths = tokens_of(temperature, 0.05, prompts=256)
+    if temperature < 1.2:
+        assert over_limits(measure_gap(gap, np.zeros(len(gap)), names, lengths), half) == []
+    with pytest.raises(ProofError, match=rf"as at {temperature:.2f} times the temperature") as failed:
+        pool.check(measure_slope(gap, surprises, names, lengths), half, 3)
+    assert failed.value.check == "gap"
+    assert ("flatter" if temperature > 1 else "sharper") in failed.value.cause
+
+
+def test_rounding_that_all_completions_of_a_prompt_share_is_no_slope() -> None:
+    half = tolerance(torch.bfloat16, torch.bfloat16)
+    for seed in range(200):
+        # Few tokens with large rounding: a standard error over tokens would take them for eight times as many.
+        found = measure_slope(*tokens_of(1.0, 0.3, prompts=24, seed=seed))
+        PooledSlope().check(found, half, seed)
+
+
+def test_a_slope_waits_for_tokens_and_prompts_and_its_sums_begin_anew() -> None:
+    half, pool = tolerance(torch.bfloat16, torch.bfloat16), PooledSlope()
+    pool.check(measure_slope(*tokens_of(1.2, 0.01, prompts=20)), half, 0)
+    with pytest.raises(ProofError, match="the signed gap grows"):
+        pool.check(measure_slope(*tokens_of(1.2, 0.01, prompts=4, seed=1)), half, 1)
+    late = PooledSlope()
+    for version in range(20):
+        late.check(measure_slope(*tokens_of(1.0, 0.01, seed=version)), half, version)
+    # A fault that begins late is not diluted by all tokens before it.
+
+    def begins_late() -> None:
+        for version in range(20, 60):
+            late.check(measure_slope(*tokens_of(1.05, 0.01, seed=version)), half, version)
+
+    with pytest.raises(ProofError, match="the signed gap grows"):
+        begins_late()
+    assert late.now.tokens < 20_000
+
+
+def test_the_sums_of_a_slope_add_up() -> None:
+    gap, surprises, names, lengths = tokens_of(1.05, 0.1)
+    cut = 40  # completions, whole prompts
+    parts = [
+        measure_slope(gap[: cut * 8], surprises[: cut * 8], names[:cut], lengths[:cut]),
+        measure_slope(gap[cut * 8 :], surprises[cut * 8 :], names[cut:], lengths[cut:]),
+    ]
+    whole, added = measure_slope(gap, surprises, names, lengths), parts[0] + parts[1]
+    assert (added.tokens, added.prompts) == (whole.tokens, whole.prompts)
+    assert added.slope == pytest.approx(whole.slope)
+    assert added.error == pytest.approx(whole.error)

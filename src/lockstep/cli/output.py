@@ -1,18 +1,12 @@
 """What a command prints: its streams, and the lines of other libraries that it keeps apart.
 
-Writes the warnings of libraries to a file in the run's directory, so that they do not mix with the run's own lines.
+Each standard stream is open, takes every character, and a write that fails ends nothing: the reader of a pipe may end
+(`lockstep … | head`), a disk may be full, and a shell may close a stream (`>&-`). A run then trains to its end, and a
+verdict has its exit code. If the lines were the whole result, the command says so and ends with exit code 1.
 
-vLLM, gloo and other native code write warnings directly to the process's standard error, file descriptor 2; most are
-harmless. The text that Python code writes to `sys.stderr` (errors, prints of a reward function) stays on the
-terminal.
-
-Turns off the notes and progress bars of other libraries, so that a command shows only its own lines.
-
-The standard streams of a command: each is open, takes every character, and a write that fails ends nothing.
-
-The reader of a pipe may end (`lockstep … | head`), a disk may be full, and a shell may close a stream (`>&-`). A
-command then goes on: a run trains to its end, and a verdict has its exit code. Lines that nobody can read are dropped.
-If the lines were the whole result, the command says so and ends with exit code 1.
+vLLM, gloo and other native code write warnings, most of them harmless, to file descriptor 2. They go to a file in the
+run's directory. What Python code writes to `sys.stderr` stays on the terminal. Notes and progress bars of other
+libraries are switched off.
 """
 
 from __future__ import annotations

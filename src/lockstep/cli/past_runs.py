@@ -1,19 +1,8 @@
 """Commands on runs that have ended: compare, page through rollouts, make a report again, say what to do next.
 
-`lockstep compare RUN RUN …`: the settings in which runs differ, what they reached, and their curves, side by side.
-
-Reads `run.json`, `summary.json` and `metrics.jsonl` of each run. A run that goes on, or was interrupted, has no
-summary yet.
-
-`lockstep report RUN [RUN ...]`: makes the report of a run again from its files, or one page that compares several runs.
-
-`lockstep rollouts RUN`: pages through the rollouts that a run kept, or prints them if standard output is not a
-terminal.
-
-Comes from: `RUN/rollouts/` (`report/kept_rollouts.py`). For a run without that folder, `before.json` and
-`after.json`, the rollouts of the evaluations before and after training.
-
-The last lines of a training command: where its model is, and the commands that go on from it.
+`compare` reads `run.json`, `summary.json` and `metrics.jsonl` of each run. A run that goes on, or was interrupted, has
+no summary. `rollouts` reads `RUN/rollouts/` (`report/kept_rollouts.py`), or the rollouts of the evaluations before and
+after training (`before.json`, `after.json`) if a run has no such folder.
 """
 
 from __future__ import annotations
@@ -36,6 +25,13 @@ from lockstep.report.page.report import render_comparison, render_report
 from lockstep.safe_text import complain, is_secret_name, masked, say, without_secrets
 from lockstep.terminal import sparkline
 
+# What `--help` says of each command.
+_COMPARE = "Prints the settings in which runs differ, what they reached, and their curves, side by side."
+_REPORT = "Makes the report of a run again from its files, or one page that compares several runs."
+_ROLLOUTS = (
+    "Pages through the rollouts that a run kept, or prints them if standard output is not a terminal. For a run "
+    "without kept rollouts: those of its evaluations before and after training."
+)
 # The curves, by metric, with their names.
 CURVES = {
     "reward": "reward",
@@ -79,7 +75,7 @@ def compare_runs(words: list[str]) -> int:
     Raises:
         InputError: a directory holds no run, or its files cannot be read.
     """
-    parser = WordParser(prog="lockstep compare", description=__doc__)
+    parser = WordParser(prog="lockstep compare", description=_COMPARE)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output directory of a run")
     named = parser.parse_args(words).runs
     with run_record.files_of_a_run(*map(Path, named)):
@@ -216,7 +212,7 @@ def report_again(words: list[str]) -> int:
     Raises:
         InputError: a directory is not the output directory of a run.
     """
-    parser = WordParser(prog="lockstep report", description=__doc__)
+    parser = WordParser(prog="lockstep report", description=_REPORT)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output directory of a run")
     parser.add_argument(
         "--output",
@@ -253,7 +249,7 @@ def page_rollouts(words: list[str]) -> int:
     Raises:
         InputError: the directory holds no rollouts, not those that were asked for, or a file cannot be read.
     """
-    parser = WordParser(prog="lockstep rollouts", description=__doc__)
+    parser = WordParser(prog="lockstep rollouts", description=_ROLLOUTS)
     parser.add_argument("run", metavar="RUN", help="output directory of a run")
     parser.add_argument("--step", type=int, help="only the rollouts that this optimizer step learned from")
     parser.add_argument("--best", action="store_true", help="largest reward first")

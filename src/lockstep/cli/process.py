@@ -1,26 +1,16 @@
 """The process of a command: a guard around it, its memory settings, and its end.
 
-A parent process ensures that a training command never ends with exit code 0 before its run has ended.
+Any code in the trainer's process (a reward function, a library) can end the process with any exit code (`os._exit`).
+No other code of the process runs then. So a training command forks before it imports anything heavy. The child trains,
+and writes a byte to a pipe when a run begins and when it has ended. The parent waits, forwards signals, and ends as
+the child did, with one exception: if the child exits with code 0 during a run, the parent exits with code 1.
 
-Any code in the trainer's process (a reward function, a library) can end the process at any moment with any exit code
-(`os._exit`). Then no other code of that process runs. So the command forks before it imports anything heavy. The child
-trains, and writes a byte to a pipe when a run begins and another when the run has ended. The parent waits, forwards
-signals, and ends in the same way as the child. There is one exception: if the child exits with code 0 during a run,
-the parent exits with code 1.
+An interpreter that ends frees every object one by one: 4 CPU seconds with PyTorch and vLLM. `EndAtOnce` runs what
+programs have registered for their end, writes what the streams hold, and leaves the rest to the operating system.
 
-Ends a command's process at once when its work is done.
-
-An interpreter that ends frees every object one by one. With PyTorch and vLLM loaded this takes 4 CPU seconds, in which
-the command seems to hang after its last line. `EndAtOnce` lets everything run that programs have registered for their
-end (threads, `atexit`), writes what the streams hold, and leaves the rest to the operating system.
-
-Asks the C library for huge pages, and to keep freed memory. A process can do so only at its start: a command starts
-anew, once.
-
-Training and vLLM on a CPU allocate and free gigabytes in every step. By default the C library gives large blocks back
-to Linux as soon as they are freed, and Linux hands them out again in pages of 4 KiB, each cleared first. With huge
-pages there are fewer pages. With kept memory there are none after the first steps (docs/internals/speed.md has
-figures). The child processes of a command inherit the environment.
+Training and vLLM on a CPU allocate and free gigabytes in every step. The C library gives large blocks back to Linux,
+which clears each page of 4 KiB before it hands it out again. So a command asks for huge pages and for kept memory
+(docs/internals/speed.md). A process can ask only at its start: the command starts anew, once, and children inherit it.
 """
 
 from __future__ import annotations

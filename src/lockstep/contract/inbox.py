@@ -578,8 +578,15 @@ def check_answer(
             "text was tokenised again, or a special token was added, between trainer and engine",
             "send token ids, and turn off anything in the engine that rewrites prompts",
         )
-    if answer.pictures is not request.pictures:
-        _check_pictures(request, answer)
+    asked, used = request.pictures.digests, answer.pictures.digests
+    if asked != used:
+        raise ProofError(
+            "echo",
+            f"request {request.key}: the engine used {len(used)} pictures, which are not the {len(asked)} "
+            "that were sent",
+            "the pictures of two requests were exchanged, or the engine takes no pictures and dropped them",
+            "use an engine that takes pictures (docs/guides/images.md); otherwise report this error with its message",
+        )
     if not len(answer.token_ids):
         raise _mismatch("keys", f"request {request.key} came back without a token")
     lengths = (len(answer.token_ids), len(answer.logprobs), len(answer.weight_versions))
@@ -605,19 +612,6 @@ def check_answer(
             "let one trainer own the engine, and push the weights again",
         )
     check_kept_ids(request.sampling, answer, vocab_size)
-
-
-def _check_pictures(request: GenerationRequest, answer: Completion) -> None:
-    """Check that the engine used the pictures of the request."""
-    asked, used = (p.digests if p is not None else () for p in (request.pictures, answer.pictures))
-    if asked != used:
-        raise ProofError(
-            "echo",
-            f"request {request.key}: the engine used {len(used)} pictures, which are not the {len(asked)} "
-            "that were sent",
-            "the pictures of two requests were exchanged, or the engine takes no pictures and dropped them",
-            "use an engine that takes pictures (docs/guides/images.md); otherwise report this error with its message",
-        )
 
 
 def _spans(versions: Ids) -> list[int]:

@@ -4,6 +4,10 @@ The engine computes the outputs of its modules for given inputs. The proof compu
 weights and compares them. Trainer and engine exchange only names, seeds and short vectors, so that the same probe works
 within one process and over a network.
 
+The exact probe asks for numbers instead of outputs: a linear module that is given rows of the identity matrix answers
+with its weights. Each output is a sum of one weight and zeros, which no kernel rounds, in any dtype. The engine returns
+digests, and the trainer makes the digests of its own weights.
+
 The handshake compares the fields of a model's config that describe its computation, as trainer and engine have each
 read them. Paths and names are not compared: they differ between machines.
 """
@@ -13,13 +17,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.nn.functional import hardshrink
 
-from lockstep.contract.tensors import tensor_digest
+from lockstep.contract.tensors import digests_of, tensor_digest
 from lockstep.devices import on_host
 
 # Number of rows that a sampled probe looks up in an embedding.
@@ -124,6 +130,82 @@ def probe_experts(seed: int, module: str, experts: int, *, every: bool) -> list[
 def expert_input(seed: int, module: str, size: int) -> torch.Tensor:
     """(size,) float32 normal vector with standard deviation 1: larger inputs would saturate an expert."""
     return probe_vector(seed, module, size) / _SCALE
+
+
+class HeldPart(NamedTuple):
+    """A part of what a module holds.
+
+    Attributes:
+        name: the engine's name of the module.
+        start, stop: of a linear module, the inputs whose weights are asked for; of an embedding, its rows; of other
+            modules, elements of all parameters one after the other. Both 0, of a linear module: its bias, which is
+            the output for an input of zeros.
+        first, last: of a linear module, the range of its outputs. Both 0: all.
+    """
+
+    name: str
+    start: int
+    stop: int
+    first: int = 0
+    last: int = 0
+
+    @property
+    def asks_for_bias(self) -> bool:
+        return self.start == self.stop
+
+    def __str__(self) -> str:
+        outputs = f", {self.first}:{self.last}" if self.last else ""
+        return f"{self.name}[{self.start}:{self.stop}{outputs}]"
+
+    def inputs(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """(rows, size) rows of the identity matrix; for a bias, one row of zeros."""
+        found = torch.zeros(max(self.stop - self.start, 1), size, dtype=dtype)
+        if not self.asks_for_bias:
+            found[:, self.start : self.stop].fill_diagonal_(1)
+        return found
+
+    def outputs(self, found: torch.Tensor) -> torch.Tensor:
+        """The asked outputs among (rows, outputs) all outputs."""
+        return found[:, self.first : self.last] if self.last else found
+
+
+# Kernels may compute with smaller numbers as with 0 (the instructions for bfloat16 of x86 do).
+_SMALLEST = torch.finfo(torch.float32).tiny
+
+
+def held_digests(
+    held: Mapping[HeldPart, torch.Tensor], dtype: torch.dtype, key: int | None
+) -> dict[str, str]:
+    """The digest of the numbers of each part, by the part as text.
+
+    Args:
+        dtype: dtype of the engine, to which the numbers are cast.
+        key: the key of the digests; None: they are xxh3 (`contract/tensors.py`).
+    """
+    # A sum of zeros may be −0, which becomes 0 too.
+    cast = {str(part): hardshrink(values.to(dtype), _SMALLEST).contiguous() for part, values in held.items()}
+    if key is None:
+        # One by one: most are small.
+        return {label: tensor_digest(values) for label, values in cast.items()}
+    return digests_of(cast, key)
+
+
+# PyTorch's names of the precisions of products that round no float32 number.
+_EXACT = ("none", "ieee")
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Inside the context PyTorch does not round float32 numbers before it multiplies them (TF32, bfloat16)."""
+    places: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    rounding = {place: place.fp32_precision for place in places if place.fp32_precision not in _EXACT}
+    try:
+        for place in rounding:
+            place.fp32_precision = "ieee"
+        yield
+    finally:
+        for place, before in rounding.items():
+            place.fp32_precision = before
 
 
 def sendable(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

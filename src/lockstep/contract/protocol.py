@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from lockstep.contract.probe import EngineModules
+from lockstep.contract.probe import EngineModules, HeldPart
 from lockstep.contract.sampling import Sampling
 from lockstep.contract.tensors import LoadedWeights
-from lockstep.images.pictures import PromptPictures
+from lockstep.images.pictures import NO_PICTURES, PromptPictures
 from lockstep.tokens.arrays import (
     ArrayFields,
     Flags,
@@ -60,7 +60,7 @@ class GenerationRequest(ArrayFields):
 
     Attributes:
         prompt_ids: (P,) int64. The constructor accepts any sequence of integers.
-        pictures: the pictures whose placeholders are in the prompt; None: there are none.
+        pictures: the pictures whose placeholders are in the prompt.
         own_stop: stop strings that only this request has. They are also in `sampling.stop`, after the stop strings of
             the run.
 
@@ -72,7 +72,7 @@ class GenerationRequest(ArrayFields):
     prompt_ids: Ids
     sampling: Sampling
     seed: int
-    pictures: PromptPictures | None = None
+    pictures: PromptPictures = NO_PICTURES
     own_stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -98,8 +98,8 @@ class Completion(ArrayFields):
         kept_ids: one set of ids for each sampled token, in order: the ids whose probability was above 0 when the
             engine sampled the token. None: the request has no filter that depends on the logits
             (`Sampling.is_filtered`).
-        pictures: the pictures that the engine has put into the prompt; None: there were none. If the completion
-            consists of several answers, these are all pictures before the last answer.
+        pictures: the pictures that the engine has put into the prompt. If the completion consists of several answers,
+            these are all pictures before the last answer.
 
     Raises:
         BadValues: an id or a version is not an integer, a log-prob is not a number, or a value of `sampled` is not a
@@ -114,7 +114,7 @@ class Completion(ArrayFields):
     finish_reason: FinishReason
     sampled: Flags | None = None
     kept_ids: KeptIds | None = None
-    pictures: PromptPictures | None = None
+    pictures: PromptPictures = NO_PICTURES
 
     def __post_init__(self) -> None:
         for name in ("prompt_ids", "token_ids", "weight_versions"):
@@ -222,6 +222,14 @@ class ProbedEngine(Protocol):
 
         Args:
             every: whether to use all rows of each embedding and all experts of each layer, instead of a sample.
+        """
+
+    def held(self, parts: Sequence[HeldPart], dtype: torch.dtype, key: int | None) -> dict[str, str]:
+        """Digests of what modules hold (`held_digests`), as they compute with it, by the part as text.
+
+        Args:
+            dtype: dtype to which the numbers are cast.
+            key: key of the digests; None: they are xxh3.
         """
 
     def ask_workers(

@@ -39,10 +39,13 @@ from lockstep.contract.inbox import (
 from lockstep.contract.probe import (
     PROBED_ROWS,
     EngineModules,
+    HeldPart,
     ModuleKind,
     ProbedModule,
+    exact_products,
     expert_input,
     fields_of_parts,
+    held_digests,
     probe_experts,
     probe_inputs,
     probe_rows,
@@ -62,7 +65,7 @@ from lockstep.contract.tensors import Begun, HeldWeights, LoadedWeights, TensorS
 from lockstep.devices import on_host, sent
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
 from lockstep.errors import InputError, LockstepError, foreign_errors
-from lockstep.images.pictures import model_inputs
+from lockstep.images.packs import model_inputs
 from lockstep.model_files import load_files
 from lockstep.models.arithmetic import transformed_logits
 from lockstep.models.parameters import checkpoint_tensors, expert_names
@@ -135,6 +138,21 @@ def output_of(name: str, module: torch.nn.Module, seed: int, every: bool) -> tor
         inputs = inputs.expand(len(chosen), -1).contiguous()
         return module(inputs, chosen, torch.ones_like(chosen, dtype=weights.dtype)).flatten()
     return torch.cat([p.detach().flatten() for p in module.parameters(recurse=False)])
+
+
+def held_of(part: HeldPart, module: torch.nn.Module) -> torch.Tensor:
+    """The numbers of a part of a module, as it computes with them; see `contract/probe.py`."""
+    if isinstance(module, torch.nn.Embedding):
+        return module.weight[part.start : part.stop]
+    if not isinstance(module, torch.nn.Linear | Conv1D):
+        held = torch.cat([p.detach().flatten() for p in module.parameters(recurse=False)])
+        return held[part.start : part.stop]
+    size = module.weight.shape[0 if isinstance(module, Conv1D) else 1]
+    inputs = sent(part.inputs(size, module.weight.dtype), module.weight.device)
+    if module.bias is None or part.asks_for_bias:
+        return part.outputs(module(inputs))
+    without = {"bias": torch.zeros_like(module.bias)}
+    return part.outputs(torch.func.functional_call(module, without, (inputs,)))
 
 
 def _is_gated_experts(module: torch.nn.Module) -> bool:
@@ -333,14 +351,14 @@ class TransformersEngine:
             ids[i, longest - len(prompt) :] = prompt
             mask[i, longest - len(prompt) :] = 1
         budget = max(row.request.sampling.max_tokens for row in rows)
-        ids, pictures = ids.to(self.model.device), [row.request.pictures for row in rows]
+        ids = ids.to(self.model.device)
         self.model.generate(
             ids,
             attention_mask=mask.to(self.model.device),
             generation_config=GenerationConfig(max_new_tokens=budget, do_sample=False, pad_token_id=pad),
             logits_processor=LogitsProcessorList([SampleRows(rows, pad, self._tokenizer.decode)]),
             stopping_criteria=StoppingCriteriaList([_RowsDone(rows, self._tokenizer, deadline)]),
-            **(model_inputs(pictures, ids) if any(pictures) else {}),
+            **model_inputs([row.request.pictures for row in rows], ids),
         )
 
     def _completion(self, row: _Row) -> Completion:
@@ -364,6 +382,12 @@ class TransformersEngine:
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
         found = [output_of(name, self.model.get_submodule(name), seed, every).float() for name in names]
         return dict(zip(names, on_host(found), strict=True))
+
+    @torch.no_grad()
+    def held(self, parts: Sequence[HeldPart], dtype: torch.dtype, key: int | None) -> dict[str, str]:
+        with exact_products():
+            found = {part: held_of(part, self.model.get_submodule(part.name)) for part in parts}
+        return held_digests(found, dtype, key)
 
     def ask_workers(
         self, question: str, arguments: Callable[[str], Sequence[Any] | None]

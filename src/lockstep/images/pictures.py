@@ -3,13 +3,16 @@
 They are made once, and travel with the prompt: in the request to the engine, in its answer, and in the training
 sequence. Engine and trainer therefore use the same tensors. The digest of a picture's tensors is its identity on both
 sides: it is the key of the engine's caches, and a part of what makes two nodes of a packed tree equal.
+
+Between ranks, a picture travels only if no prompt of the data has it, and once for all completions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,30 +66,35 @@ class Picture:
 
 @dataclass(frozen=True, eq=False)
 class PromptPictures:
-    """The pictures of one prompt, and where they are in it.
+    """The pictures of one prompt, and where they are in it. It is false if there are none.
 
     The prompt of a later turn of a conversation is all ids before the turn. A branch of a rollout has the pictures of
     its last turn's prompt: those of its earlier turns are the first ones of them, in the same places.
 
     Attributes:
-        pictures: at least one, in the order of their placeholders.
+        pictures: in the order of their placeholders.
         places: (F,) int64, index in the prompt's ids of every placeholder. Other ids may stand between those of one
             picture.
-        placeholder: the id that stands for a part of a picture.
+        placeholder: the id that stands for a part of a picture; -1, which is no id, if there are none.
         positions: (axes, P) int64 position ids of the prompt, from the model's own function. None: the model counts
             the ids of a prompt with pictures as those of any text.
         delta: what the model adds to the index of a token after the prompt to get its position on every axis.
     """
 
-    pictures: tuple[Picture, ...]
-    places: Ids
-    placeholder: int
+    pictures: tuple[Picture, ...] = ()
+    places: Ids = field(default_factory=lambda: whole_numbers([]))
+    placeholder: int = -1
     positions: np.ndarray | None = None
     delta: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.pictures)
 
     @property
     def places_of_each(self) -> list[Ids]:
         """The places of the placeholders of each picture, in order."""
+        if not self.pictures:
+            return []
         return np.split(self.places, np.cumsum([picture.tokens for picture in self.pictures])[:-1])
 
     @cached_property
@@ -121,27 +129,87 @@ class PromptPictures:
         return np.concatenate([known, np.broadcast_to(after, (len(known), len(after)))], axis=1)
 
 
-def pixel_inputs(pictures: Sequence[Picture], device: torch.device) -> dict[str, torch.Tensor]:
-    """The pixels of at least one picture of one family, as the vision tower of a model of transformers takes them."""
-    pixels = torch.cat([p.pixel_values for p in pictures]).to(device)
-    if pictures[0].in_tiles:
-        # The model takes rows of tiles, and fills the placeholders of all rows in the order of all tiles.
-        return {"pixel_values": pixels[None]}
-    return {"pixel_values": pixels, "image_grid_thw": torch.stack([p.grid for p in pictures]).to(device)}
+NO_PICTURES = PromptPictures()
+
+# Of each completion: it has no pictures, or those of its prompt. Otherwise the index of what it was shown.
+_NONE, _OWN = -1, -2
+# The pictures of a completion, and those of its prompt.
+Pair = tuple[PromptPictures, PromptPictures]
 
 
-def model_inputs(
-    shown: Iterable[PromptPictures | None], input_ids: torch.Tensor
-) -> Mapping[str, torch.Tensor]:
-    """The arguments by which a model of transformers takes pictures in its own forward.
+def picture_to_wire(picture: Picture) -> dict[str, Any]:
+    """The pixels of one picture, with what they say of its place in a prompt."""
+    arrays = {"pixel_values": picture.pixel_values.numpy(), "grid": picture.grid.numpy()}
+    return {**arrays, "tokens": picture.tokens}
 
-    Args:
-        shown: the pictures of each row; None: the row has none. At least one has pictures.
-        input_ids: (B, L) ids. Their placeholders are those of the pictures.
+
+def picture_from_wire(data: Mapping[str, Any]) -> Picture:
+    """The picture of `picture_to_wire`. The caller compares its digest."""
+    # A model may write into tensors, and the arrays of a message are read-only.
+    pixels, grid = (torch.from_numpy(np.array(data[name])) for name in ("pixel_values", "grid"))
+    return Picture(pixels, grid, data["tokens"])
+
+
+def pictures_to_wire(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """What the completions were shown, by completion, and the pictures that no prompt of the data has."""
+    known = {digest for _, own in pairs for digest in own.digests}
+    others: dict[int, PromptPictures] = {}
+    places: list[int] = []
+    for shown, own in pairs:
+        if not shown:
+            places.append(_NONE)
+        elif shown is own or _equal(shown, own):
+            places.append(_OWN)
+        else:
+            others.setdefault(id(shown), shown)
+            places.append(list(others).index(id(shown)))
+    pictures = {p.digest: p for shown in others.values() for p in shown.pictures if p.digest not in known}
+    return {
+        "shown": places,
+        "others": [
+            {
+                "digests": list(shown.digests),
+                "places": shown.places,
+                "placeholder": shown.placeholder,
+                "positions": shown.positions,
+                "delta": shown.delta,
+            }
+            for shown in others.values()
+        ],
+        "pictures": [picture_to_wire(picture) for picture in pictures.values()],
+    }
+
+
+def pictures_from_wire(data: Mapping[str, Any], owns: Sequence[PromptPictures]) -> Iterator[PromptPictures]:
+    """What each completion was shown, in order. `owns` are the pictures of each completion's prompt.
+
+    Raises:
+        ValueError: a picture is missing or has changed, or a completion has the pictures of a prompt that has none.
     """
-    known = [pictures for pictures in shown if pictures is not None]
-    inputs = pixel_inputs([picture for pictures in known for picture in pictures.pictures], input_ids.device)
-    if known[0].positions is None:
-        return inputs
-    # Without these marks the model would count positions in one dimension, and say nothing.
-    return {**inputs, "mm_token_type_ids": (input_ids == known[0].placeholder).int()}
+    known = {p.digest: p for own in owns for p in own.pictures}
+    for found in data["pictures"]:
+        picture = picture_from_wire(found)
+        # A picture that changed on its way has another digest, and is missing below.
+        known[picture.digest] = picture
+    if missing := {digest for shown in data["others"] for digest in shown["digests"]} - known.keys():
+        raise ValueError(f"{len(missing)} pictures did not arrive")
+    others = [
+        PromptPictures(
+            tuple(known[digest] for digest in shown["digests"]),
+            whole_numbers(shown["places"]),
+            shown["placeholder"],
+            shown["positions"],
+            shown["delta"],
+        )
+        for shown in data["others"]
+    ]
+    if len(data["shown"]) != len(owns):
+        raise ValueError(f"{len(data['shown'])} completions with pictures or without, instead of {len(owns)}")
+    for place, own in zip(data["shown"], owns, strict=True):
+        if place == _OWN and not own:
+            raise ValueError("a completion was shown the pictures of a prompt that has none")
+        yield own if place == _OWN else NO_PICTURES if place == _NONE else others[place]
+
+
+def _equal(one: PromptPictures, other: PromptPictures) -> bool:
+    return one.digests == other.digests and np.array_equal(one.places, other.places)

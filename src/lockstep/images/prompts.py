@@ -1,4 +1,4 @@
-"""Makes the ids and the pictures of a prompt, once, and finds the places of pictures in a whole conversation.
+"""Reads the prompts of a run: makes ids and pictures, once, and finds the places of pictures in a whole conversation.
 
 The chat template writes one placeholder per picture. It gives way to the ids that stand for the picture
 (`tokens/chat.py`). The processor of the whole model is not used: it would tokenize the text a second time. The image
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,11 @@ from PIL import Image
 from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import InputError, ProofError
-from lockstep.images.pictures import Picture, PromptPictures
+from lockstep.images.content import NO_IMAGES, Content, Process, refusing, stand_in
+from lockstep.images.pictures import NO_PICTURES, Picture, PromptPictures
 from lockstep.images.reading import (
+    COLUMNS,
+    Message,
     check_sizes,
     images_of_row,
     opened,
@@ -32,7 +36,8 @@ from lockstep.images.urls import NO_URLS, ImageUrls, is_url
 from lockstep.model_files import load_files
 from lockstep.models.policy import reads_tiles
 from lockstep.tokens.arrays import Ids, whole_numbers
-from lockstep.tokens.chat import render_prompt, template_of, with_picture_ids
+from lockstep.tokens.chat import Template, pictures_in, render_prompt, template_of, with_picture_ids
+from lockstep.tokens.extension import Extension
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,72 +189,105 @@ def _processed(processor: Any, image: Image.Image, **more: Any) -> Any:
 IdsOf = Callable[[Mapping[str, Any]], Sequence[int] | Ids]
 
 
-class ImagePrompts:
-    """Reads prompts with pictures for one model.
+class PromptReader:
+    """Reads the prompts of a run that shows text alone.
 
     Args:
-        model: the policy. Its function for positions is called once per prompt with pictures.
-        path: directory or hub id with the model's image processor.
         chat_template_kwargs: further arguments of the chat template.
-        processor: the image processor; None: the one in `path`.
+        add_special_tokens: whether prompts that are text get the tokenizer's special tokens.
 
     Attributes:
-        processor: the image processor, with the limits.
-
-    Raises:
-        InputError: the model has no image processor, the tokenizer lacks an id that stands beside pictures, or a limit
-            does not fit the model.
+        shows_pictures: whether prompts, or messages in later turns, may have pictures.
+        placeholder: the id that stands for a part of a picture; None: the run shows no pictures.
+        processor: the model's image processor, with the limits; None: the run shows no pictures.
     """
+
+    shows_pictures = False
+    placeholder: int | None = None
+    processor: Any = None
 
     def __init__(
         self,
-        model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        path: str,
         chat_template_kwargs: dict[str, Any] | None = None,
-        limits: PictureLimits = NO_LIMITS,
-        urls: ImageUrls = NO_URLS,
-        processor: Any = None,
+        *,
+        add_special_tokens: bool = True,
     ) -> None:
-        config: Any = model.config
-        try:
-            # A copy, because the limits are set on it.
-            given = copy.deepcopy(processor)
-            processor = load_files(AutoImageProcessor, path) if given is None else given
-        except (OSError, ValueError, ImportError) as error:
-            raise InputError(f"model {path} comes without a usable image processor: {error}") from error
-        limits.set_sizes(processor, config)
-        self._model, self._tokenizer, self._limits, self._urls = model, tokenizer, limits, urls
-        self.processor = processor
-        self._placeholder = int(config.image_token_id)
-        self._template = template_of(tokenizer, chat_template_kwargs, self._placeholder)
-        kind = InTiles(processor, config, tokenizer) if reads_tiles(config) else InPatches(processor, config)
-        self._process: InPatches | InTiles = kind
+        self.tokenizer = tokenizer
+        self._arguments, self._add_special_tokens = chat_template_kwargs, add_special_tokens
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
         """Ids that must not be sampled: an engine would put a picture, or a part of one, in their place."""
-        known = (getattr(self._model.config, name, None) for name in ("image_token_id", "video_token_id"))
-        return tuple(sorted({int(token) for token in known if token is not None}))
+        return ()
 
-    @property
-    def placeholder(self) -> int:
-        """The id that stands for a part of a picture."""
-        return self._placeholder
+    @cached_property
+    def _template(self) -> Template | None:
+        return template_of(self.tokenizer, self._arguments, self.placeholder)
+
+    def check_columns(self, dataset: str, names: Collection[str]) -> None:
+        """Check (`InputError`) that a dataset has no column of pictures that would not be shown."""
+        if shown := set(COLUMNS) & set(names):
+            # TRL would show the images to the model. If they were ignored, it would answer without having seen them.
+            raise InputError(
+                f"the {dataset} dataset has a column {min(shown)!r}: images are not supported here, because the "
+                "model reads none or the run began without any; drop the column"
+            )
+
+    def check_count(self, count: int) -> None:
+        """Check (`InputError`) the number of pictures of a prompt, or of a whole conversation."""
+
+    def check_said(self, messages: Sequence[Message], said: Iterable[Content]) -> None:
+        """Check (`InputError`) the number of pictures of messages, with those of what is said after them."""
+        if more := sum(content.pictures for content in said):
+            self.check_count(len(pictures_in(messages)) + more)
+
+    def with_files(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A row without URLs: the file of each has taken its place, as a `data:` URL. Raises as `ImageUrls.fetch`."""
+        return dict(row)
+
+    def read(self, row: Mapping[str, Any], ids_of: IdsOf | None = None) -> tuple[Ids, PromptPictures]:
+        """The ids of a row's prompt, with the ids of its pictures, and its pictures.
+
+        Args:
+            ids_of: makes the ids of a row whose messages contain processed pictures, for example with tools; None: they
+                are the prompt's alone.
+
+        Raises:
+            InputError: the prompt cannot be tokenized; a picture cannot be opened or processed, there are too many, or
+                the text has not one placeholder per picture.
+        """
+        return whole_numbers((ids_of or self.ids)(row)), NO_PICTURES
+
+    def ids(self, row: Mapping[str, Any]) -> Ids:
+        """The ids of a row's prompt alone. Its messages may contain processed pictures."""
+        plain = render_prompt(
+            row["prompt"],
+            self.tokenizer,
+            template=self._template,
+            images=self.shows_pictures,
+            add_special_tokens=self._add_special_tokens,
+        )
+        return whole_numbers(plain)
+
+    def messages_of(self, row: Mapping[str, Any], pictures: PromptPictures) -> list[Message]:
+        """The messages of a row's prompt, with the processed pictures, which `read` gave, in them."""
+        return list(row["prompt"])
 
     def picture(self, image: Image.Image) -> Picture:
         """An opened image, processed; an `InputError` if the processor cannot use it. Any thread may call it."""
-        return self._process(image)
+        raise InputError(NO_IMAGES)
 
     def fetched(self, images: Sequence[Any]) -> list[Any]:
         """Images that are read together, each URL with its file in its place, as a `data:` URL. Any thread may call it.
 
         Raises:
-            InputError: a URL is not allowed, or cannot be fetched; or the pictures are too large together.
+            InputError: the run shows no images; a URL is not allowed, or cannot be fetched; or the pictures are too
+                large together.
         """
-        found = [self._urls.fetch(image) if is_url(image) else image for image in images]
-        check_sizes(found)
-        return found
+        if images:
+            raise InputError(NO_IMAGES)
+        return []
 
     def opened_pictures(self, images: Sequence[Any]) -> Iterator[tuple[Image.Image, Picture]]:
         """Each image in RGB, and as the model takes it; one is decoded at a time. Any thread may call it.
@@ -269,47 +307,12 @@ class ImagePrompts:
         """The file of each URL as a `data:` URL, and the image for the model. Otherwise as `opened_pictures`."""
         return [(file, self.picture(opened(file))) for file in self.fetched(urls)]
 
-    def with_files(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """A row without URLs: the file of each has taken its place, as a `data:` URL. Raises as `ImageUrls.fetch`."""
-        return with_fetched(row, self._urls.fetch)
+    def in_turns(self, extensions: Iterable[Extension]) -> Process:
+        """`opened_pictures` for messages in later turns: it refuses if a chat template cannot show them there."""
+        return self.opened_pictures
 
-    def check_count(self, count: int) -> None:
-        """Check the number of pictures of a prompt, or of a whole conversation (`PictureLimits.check_count`)."""
-        self._limits.check_count(count)
-
-    def read(self, row: Mapping[str, Any], ids_of: IdsOf | None = None) -> tuple[Ids, PromptPictures | None]:
-        """The ids of a row's prompt with the ids of its pictures, and its pictures; None: the row has none.
-
-        Args:
-            ids_of: makes the ids of a row whose messages contain processed pictures, for example with tools; None: they
-                are the prompt's alone.
-
-        Raises:
-            InputError: a picture cannot be opened or processed, there are too many, the prompt cannot be tokenized, or
-                its text has not one placeholder per picture.
-        """
-        prompt, images = images_of_row(self.with_files(row))
-        self.check_count(len(images))
-        pictures = [self._process(image) for image in images]
-        if isinstance(prompt, list):
-            prompt = with_pictures(prompt, pictures)
-            if ids_of is not None:
-                plain = ids_of({**row, "prompt": prompt})
-            else:
-                plain = render_prompt(prompt, self._tokenizer, template=self._template, images=True)
-            ids = whole_numbers(plain)
-        else:
-            plain = render_prompt(prompt, self._tokenizer) if ids_of is None else ids_of(row)
-            ids = with_picture_ids(whole_numbers(plain), self._placeholder, pictures)
-        return ids, self.placed(ids, pictures)
-
-    def messages_of(self, row: Mapping[str, Any], pictures: PromptPictures | None) -> list[dict[str, Any]]:
-        """The messages of a row's prompt, with its processed pictures, which `read` gave, in them."""
-        messages, _ = parts_of_row(row)
-        return with_pictures(messages, pictures.pictures if pictures is not None else ())
-
-    def placed(self, ids: Ids, pictures: Sequence[Picture]) -> PromptPictures | None:
-        """The pictures of a prompt or of a whole conversation, with their places and positions; None: there are none.
+    def placed(self, ids: Ids, pictures: Sequence[Picture]) -> PromptPictures:
+        """The pictures of a prompt or of a whole conversation, with their places and positions.
 
         Args:
             ids: (N,) all ids, those of the pictures included.
@@ -318,7 +321,100 @@ class ImagePrompts:
         Raises:
             ProofError: the ids have more or fewer placeholders than the pictures.
         """
-        places = whole_numbers(np.flatnonzero(ids == self._placeholder))
+        return NO_PICTURES
+
+    def shown_by(self, messages: Sequence[Message], ids: Ids) -> PromptPictures:
+        """The pictures of all messages of a conversation, placed in its ids."""
+        return self.placed(ids, pictures_in(messages))
+
+
+class ImagePrompts(PromptReader):
+    """Reads prompts with pictures for one model.
+
+    Args:
+        model: the policy. Its function for positions is called once per prompt with pictures.
+        path: directory or hub id with the model's image processor.
+        processor: the image processor; None: the one in `path`.
+
+    Raises:
+        InputError: the model has no image processor, the tokenizer lacks an id that stands beside pictures, or a limit
+            does not fit the model.
+    """
+
+    shows_pictures = True
+    placeholder: int
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        path: str,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        limits: PictureLimits = NO_LIMITS,
+        urls: ImageUrls = NO_URLS,
+        processor: Any = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> None:
+        super().__init__(tokenizer, chat_template_kwargs, add_special_tokens=add_special_tokens)
+        config: Any = model.config
+        try:
+            # A copy, because the limits are set on it.
+            given = copy.deepcopy(processor)
+            processor = load_files(AutoImageProcessor, path) if given is None else given
+        except (OSError, ValueError, ImportError) as error:
+            raise InputError(f"model {path} comes without a usable image processor: {error}") from error
+        limits.set_sizes(processor, config)
+        self._model, self._limits, self._urls = model, limits, urls
+        self.processor = processor
+        self.placeholder = int(config.image_token_id)
+        kind = InTiles(processor, config, tokenizer) if reads_tiles(config) else InPatches(processor, config)
+        self._process: InPatches | InTiles = kind
+
+    @property
+    def banned_ids(self) -> tuple[int, ...]:
+        known = (getattr(self._model.config, name, None) for name in ("image_token_id", "video_token_id"))
+        return tuple(sorted({int(token) for token in known if token is not None}))
+
+    def picture(self, image: Image.Image) -> Picture:
+        return self._process(image)
+
+    def fetched(self, images: Sequence[Any]) -> list[Any]:
+        found = [self._urls.fetch(image) if is_url(image) else image for image in images]
+        check_sizes(found)
+        return found
+
+    def in_turns(self, extensions: Iterable[Extension]) -> Process:
+        trial = stand_in([self.placeholder])
+        reasons = (extension.why_no_pictures(trial) for extension in extensions)
+        return next((refusing(reason) for reason in reasons if reason is not None), self.opened_pictures)
+
+    def check_columns(self, dataset: str, names: Collection[str]) -> None:
+        pass
+
+    def with_files(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return with_fetched(row, self._urls.fetch)
+
+    def check_count(self, count: int) -> None:
+        self._limits.check_count(count)
+
+    def read(self, row: Mapping[str, Any], ids_of: IdsOf | None = None) -> tuple[Ids, PromptPictures]:
+        prompt, images = images_of_row(self.with_files(row))
+        self.check_count(len(images))
+        pictures = [self._process(image) for image in images]
+        made = ids_of or self.ids
+        if isinstance(prompt, list):
+            ids = whole_numbers(made({**row, "prompt": with_pictures(prompt, pictures)}))
+        else:
+            ids = with_picture_ids(whole_numbers(made(row)), self.placeholder, pictures)
+        return ids, self.placed(ids, pictures)
+
+    def messages_of(self, row: Mapping[str, Any], pictures: PromptPictures) -> list[Message]:
+        messages, _ = parts_of_row(row)
+        return with_pictures(messages, pictures.pictures)
+
+    def placed(self, ids: Ids, pictures: Sequence[Picture]) -> PromptPictures:
+        places = whole_numbers(np.flatnonzero(ids == self.placeholder))
         due = sum(picture.tokens for picture in pictures)
         if len(places) != due:
             raise ProofError(
@@ -329,16 +425,16 @@ class ImagePrompts:
                 "this is a defect of Lockstep: report it with this message",
             )
         if not pictures:
-            return None
+            return NO_PICTURES
         if pictures[0].in_tiles:
-            return PromptPictures(tuple(pictures), places, self._placeholder)
-        return PromptPictures(tuple(pictures), places, self._placeholder, *self._positions(ids, pictures))
+            return PromptPictures(tuple(pictures), places, self.placeholder)
+        return PromptPictures(tuple(pictures), places, self.placeholder, *self._positions(ids, pictures))
 
     @torch.no_grad()
     def _positions(self, ids: Ids, pictures: Sequence[Picture]) -> tuple[Any, int]:
         """Position ids of all ids, and what is added to the index of the tokens after it."""
         # The model's function would take two pictures side by side for one.
-        parts = ids == self._placeholder
+        parts = ids == self.placeholder
         if np.count_nonzero(parts[1:] & ~parts[:-1]) + parts[0] != len(pictures):
             raise InputError(
                 "two pictures stand side by side, without any text between them: write the model's marks "
@@ -346,6 +442,6 @@ class ImagePrompts:
             )
         row = torch.tensor(ids)[None]
         shown = {"image_grid_thw": torch.stack([picture.grid for picture in pictures])}
-        marks = (row == self._placeholder).int()
+        marks = (row == self.placeholder).int()
         positions, delta = self._model.base_model.get_rope_index(row, mm_token_type_ids=marks, **shown)
         return positions[:, 0].numpy(), int(delta)

@@ -280,11 +280,13 @@ def has_pictures(data: Any) -> bool:
 
 
 def with_own_decoder(data: Any) -> Any:
-    """A data set, or a stream, with pictures, that gives the same rows and reads pictures as `images/files.py` allows.
+    """A data set or a stream that gives the same rows, and reads their pictures as `images/files.py` allows.
 
     A picture that a row names by a URL stays `{"bytes": None, "path": URL}`: `image_urls` says which are fetched.
     Reading a row raises an InputError if a picture cannot be read, or if those of the row are too large together.
     """
+    if not has_pictures(data):
+        return data
     made = copy.copy(data)
     # `cast` would write all rows anew.
     made._info = data.info.copy()

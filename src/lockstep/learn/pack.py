@@ -1,4 +1,4 @@
-"""From sequences to tensors: a tree of token ids, the packs into which it is cut, and the pictures in them.
+"""From sequences to tensors: a tree of token ids, and the packs into which it is cut.
 
 All sequences of a pack form one tree of tokens: the pack has one row with one position per node, and sequences with a
 common prefix share its positions. A token attends to its ancestors, and its position id is its depth. Therefore each
@@ -9,9 +9,6 @@ plain rows instead. One integer per node (`ends`) describes which tokens each to
 A completion can contain inserted tokens that were not sampled (`rollouts/conversation.py`). Other tokens attend to them
 as to the tokens of a prompt, and they are not scored: all scored tokens of a pack, and all columns, are of sampled
 tokens.
-
-All parts of all pictures have the same placeholder id. While paths are compared, each part therefore has a number of
-its own in place of the id: two nodes are one node only if they are the same part of the same picture, by its digest.
 
 The paths are sorted once. The common prefixes of neighbours in that order determine all others. The cut has few packs,
 few repeated prompts, and packs of about the same size, because the largest pack determines the memory of a step. The
@@ -29,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.devices import sent, usual_token_budgets
-from lockstep.images.pictures import Picture
+from lockstep.images.packs import NO_PACK_PICTURES, PackPictures, PictureNumbers
 from lockstep.learn.sequence import TrainingSequence, column, rollouts_of
 from lockstep.tokens.arrays import KeptIds, joined_kept_ids
 
@@ -239,82 +236,6 @@ def _best(count: int, budget: int, packs: Callable[[int], _Packs]) -> list[range
     return runs
 
 
-# Larger than any id, and small enough for `SortedPaths`, which compares 32 bits.
-_FIRST = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class PackPictures:
-    """The pictures of one pack.
-
-    Attributes:
-        pictures: each picture once, however many sequences show it.
-        rows: (F,) int64, for each placeholder of the pack's `input_ids` the row of its vector among those of all
-            `pictures`.
-    """
-
-    pictures: tuple[Picture, ...]
-    rows: torch.Tensor
-
-
-class PictureNumbers:
-    """Numbers for all parts of the pictures of some sequences, of which at least one has pictures."""
-
-    def __init__(self, sequences: Sequence[TrainingSequence]) -> None:
-        shown = [s.pictures for s in sequences if s.pictures is not None]
-        self._pictures = list({p.digest: p for pictures in shown for p in pictures.pictures}.values())
-        self._ends = np.cumsum([p.tokens for p in self._pictures])
-        starts = self._ends - [p.tokens for p in self._pictures]
-        self._starts = {p.digest: int(start) for p, start in zip(self._pictures, starts, strict=True)}
-        self._placeholder = shown[0].placeholder
-
-    def path(self, sequence: TrainingSequence) -> Ints:
-        """`sequence.path` with the number of each part of a picture in place of its id."""
-        path = np.array(sequence.path, dtype=np.int64)
-        if sequence.pictures is not None:
-            for picture, places in zip(
-                sequence.pictures.pictures, sequence.pictures.places_of_each, strict=True
-            ):
-                number = _FIRST + self._starts[picture.digest]
-                path[places] = np.arange(number, number + picture.tokens)
-        return path
-
-    def split(self, numbered: Ints) -> tuple[Ints, PackPictures | None]:
-        """The ids of a pack's nodes, which are numbered as in `path`, and its pictures; None: it has none."""
-        parts = numbered[numbered >= _FIRST] - _FIRST
-        if not len(parts):
-            return numbered, None
-        owners = np.searchsorted(self._ends, parts, side="right")
-        present, places = np.unique(owners, return_inverse=True)
-        pictures = tuple(self._pictures[i] for i in present)
-        sizes = np.array([p.tokens for p in pictures])
-        own_starts = np.cumsum(sizes) - sizes
-        all_starts = self._ends[present] - sizes
-        rows = parts - all_starts[places] + own_starts[places]
-        ids = np.where(numbered >= _FIRST, self._placeholder, numbered)
-        return ids, PackPictures(pictures, torch.from_numpy(rows))
-
-
-def position_ids(
-    sequences: Sequence[TrainingSequence], nodes: Sequence[Ints], size: int
-) -> torch.Tensor | None:
-    """(axes, size) position ids of a pack's nodes; None: the model counts them as those of any text.
-
-    Args:
-        nodes: the nodes of each sequence's path, among all nodes of the pack.
-    """
-    known = next(s.pictures.positions for s in sequences if s.pictures is not None)
-    if known is None:
-        return None
-    axes = len(known)
-    found = np.zeros((axes, size), dtype=np.int64)
-    for sequence, own in zip(sequences, nodes, strict=True):
-        found[:, own] = (
-            np.arange(len(own)) if sequence.pictures is None else sequence.pictures.positions_of(len(own))
-        )
-    return torch.from_numpy(found)
-
-
 @dataclass(frozen=True, slots=True)
 class Pack:
     """The input of one forward, with N scored tokens. The tokens are in the order of the sequences.
@@ -327,7 +248,7 @@ class Pack:
         predictors: (N,) index of the node whose hidden state predicts each scored token. The index runs over all rows.
         targets: (N,) ids of the scored tokens.
         ends: (T,) as in `TokenTree`, on the CPU, where attention is planned. None: plain rows with causal attention.
-        pictures: the pictures of its placeholders; None: it has none.
+        pictures: the pictures of its placeholders.
         predictors_on_host: `predictors` as the pack was made, if they have been moved to another device.
     """
 
@@ -337,7 +258,7 @@ class Pack:
     predictors: torch.Tensor
     targets: torch.Tensor
     ends: torch.Tensor | None = None
-    pictures: PackPictures | None = None
+    pictures: PackPictures = NO_PACK_PICTURES
     predictors_on_host: torch.Tensor | None = None
 
     @property
@@ -394,8 +315,8 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int | No
     """
     units = list(units_of(sequences))
     held = [s for unit in units for s in unit]
-    numbers = _numbers(held)
-    paths = SortedPaths.of([s.path if numbers is None else numbers.path(s) for s in held])
+    numbers = PictureNumbers([s.pictures for s in held])
+    paths = SortedPaths.of([numbers.path(s.path, s.pictures) for s in held])
     counts = [len(unit) for unit in units]
     bounds = [0, *np.cumsum(counts).tolist()]
     budget, for_group = usual_token_budgets() if token_budget is None else (token_budget, token_budget)
@@ -403,14 +324,11 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int | No
         members = range(bounds[run.start], bounds[run.stop])
         tree = paths.tree(members)
         own = [held[i] for i in members]
-        ids, pictures = (tree.tokens, None) if numbers is None else numbers.split(tree.tokens)
-        positions = torch.from_numpy(tree.depths)[None]
-        if pictures is not None and (axes := position_ids(own, tree.nodes, len(ids))) is not None:
-            positions = axes[:, None]
+        ids, pictures = numbers.split(tree.tokens, [s.pictures for s in own], tree.nodes)
         yield Pack(
             sequences=tuple(own),
             input_ids=torch.from_numpy(ids)[None],
-            position_ids=positions,
+            position_ids=pictures.position_ids(torch.from_numpy(tree.depths)[None]),
             predictors=_tensor(
                 [nodes[_ints(s.predictors)] for s, nodes in zip(own, tree.nodes, strict=True)]
             ),
@@ -436,31 +354,22 @@ def pack_rows(sequences: Sequence[TrainingSequence], token_budget: int | None) -
 
 
 def _rows(held: list[TrainingSequence]) -> Pack:
-    numbers = _numbers(held)
-    paths = [_ints(s.path if numbers is None else numbers.path(s)) for s in held]
+    shown = [s.pictures for s in held]
+    numbers = PictureNumbers(shown)
+    paths = [_ints(numbers.path(s.path, s.pictures)) for s in held]
     ids = np.zeros((len(paths), max(len(path) for path in paths)), dtype=np.int64)
     for row, path in zip(ids, paths, strict=True):
         row[: len(path)] = path
-    positions, pictures = torch.arange(ids.shape[1]).expand(len(held), -1), None
-    if numbers is not None:
-        ids, pictures = numbers.split(ids)
-    if pictures is not None:
-        nodes = [row * ids.shape[1] + np.arange(len(path)) for row, path in enumerate(paths)]
-        if (axes := position_ids(held, nodes, ids.size)) is not None:
-            positions = axes.unflatten(1, ids.shape)
+    nodes = [row * ids.shape[1] + np.arange(len(path)) for row, path in enumerate(paths)]
+    ids, pictures = numbers.split(ids, shown, nodes)
     return Pack(
         sequences=tuple(held),
         input_ids=torch.from_numpy(ids),
-        position_ids=positions,
+        position_ids=pictures.position_ids(torch.arange(ids.shape[1]).expand(len(held), -1)),
         predictors=_tensor([row * ids.shape[1] + _ints(s.predictors) for row, s in enumerate(held)]),
         targets=_tensor([_ints(s.sampled_ids) for s in held]),
         pictures=pictures,
     )
-
-
-def _numbers(sequences: Sequence[TrainingSequence]) -> PictureNumbers | None:
-    """Numbers for the parts of pictures; None: no sequence has pictures."""
-    return PictureNumbers(sequences) if any(s.pictures is not None for s in sequences) else None
 
 
 def units_of(sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSequence]]:

@@ -17,14 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lockstep.devices import sent
 from lockstep.errors import InputError, LockstepError, foreign_errors
-from lockstep.images.pictures import pixel_inputs
 from lockstep.learn.attention.blocks import TreeAttention
 from lockstep.learn.attention.flex import FLEX, block_mask
 from lockstep.learn.attention.tree import TREE, no_mask, passes_trees_on
 from lockstep.learn.experts import Routing, routing_of
 from lockstep.learn.filters import IdRules, RowRules, moves_of_kept
 from lockstep.learn.id_classes import Classes, TokenClasses
-from lockstep.learn.pack import Pack, PackPictures, pack_rows, pack_sequences
+from lockstep.learn.pack import Pack, pack_rows, pack_sequences
 from lockstep.learn.recomputation import layers_computed_twice, products_kept
 from lockstep.learn.sequence import TrainingSequence, flat
 from lockstep.learn.token_logps import DrawSums, Head, KeptSets, kept_logits, kept_logps, token_logps
@@ -162,7 +161,7 @@ def route_pack(model: PreTrainedModel, pack: Pack) -> Routing:
 @foreign_errors("the trainer could not score a pack of sequences")
 def _trunk(inner: PreTrainedModel, pack: Pack, *, routing: bool) -> Any:
     """What the layers of a model give for a pack, with the logits of the routers if they are asked for."""
-    shown = {} if pack.pictures is None else picture_arguments(inner, pack, pack.pictures)
+    shown = pack.pictures.arguments(inner, pack.input_ids.device)
     shown |= {"output_router_logits": True} if routing else {}
     while True:
         known = layers_computed_twice()
@@ -172,23 +171,6 @@ def _trunk(inner: PreTrainedModel, pack: Pack, *, routing: bool) -> Any:
         # Such a layer has recorded its router's logits twice.
         if not routing or layers_computed_twice() == known:
             return outputs
-
-
-def picture_arguments(model: PreTrainedModel, pack: Pack, pictures: PackPictures) -> dict[str, Any]:
-    """The arguments by which the model puts pictures in the place of a pack's placeholders."""
-    inputs = pixel_inputs(pictures.pictures, pack.input_ids.device)
-    found = model.base_model.get_image_features(**inputs, return_dict=True)
-    rows = pictures.rows.to(pack.input_ids.device)
-    # The model fills its placeholders in the order of the ids with these vectors.
-    if pictures.pictures[0].in_tiles:
-        parts: torch.Tensor = found.pooler_output
-        found.pooler_output = parts.flatten(0, 1)[rows].unflatten(0, (-1, parts.shape[1]))
-    else:
-        found.pooler_output = (torch.cat(tuple(found.pooler_output))[rows],)
-    # Qwen3-VL adds further vectors of each part to the states of its first layers.
-    if layers := getattr(found, "deepstack_features", None):
-        found.deepstack_features = [(torch.cat(tuple(parts))[rows],) for parts in layers]
-    return {"mm_encoder_outputs": {"image": found}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +263,7 @@ def _who_sees_whom(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:
     """The arguments by which the model's layers know the structure of a pack."""
     if pack.ends is None:
         # Padding comes after the scored tokens, so causal attention hides it. Each row counts its own positions.
-        positions = {} if pack.pictures is None else {"position_ids": pack.position_ids}
+        positions = {"position_ids": pack.position_ids} if pack.pictures else {}
         return {"attention_mask": None, **positions}
     kind, device = model.config.get_text_config()._attn_implementation, pack.input_ids.device
     if kind not in (TREE, FLEX):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.images.pictures import PromptPictures
+from lockstep.images.pictures import NO_PICTURES, PromptPictures
 from lockstep.tokens.arrays import (
     ArrayFields,
     Flags,
@@ -71,7 +71,7 @@ class TrainingSequence(ArrayFields):
             sequence is a whole rollout.
         kept_ids: one set of ids for each sampled token, if a filter (top-k, top-p, min-p) was in force. The trainer
             scores the token among them.
-        pictures: the pictures of the prompt and of what was inserted before the last sampled id; None: there are none.
+        pictures: the pictures of the prompt and of what was inserted before the last sampled id.
         picked: whether its rollout is one of those that are verified whatever their rewards are. The draws proof bets
             on its tokens.
         aside: whether it needs no forward: it has no gradient, and is not picked.
@@ -97,7 +97,7 @@ class TrainingSequence(ArrayFields):
     sampled: Flags | None = None
     rollout: str | None = None
     kept_ids: KeptIds | None = None
-    pictures: PromptPictures | None = None
+    pictures: PromptPictures = NO_PICTURES
     picked: bool = True
     aside: bool = False
 

@@ -307,8 +307,8 @@ def learn(
         index: of the micro-batch within its generation, over all ranks.
 
     Raises:
-        ProofError: a sequence brings something else, the forward gives other log-probs than a plain one, or the
-            gradient of a log-prob is not what the method's formula gives.
+        ProofError: a sequence brings something else than was sampled, the forward gives other log-probs than a plain
+            one, or the gradient of a log-prob is not what the method's formula gives.
     """
     with policy.casts_kept():
         return _learn(policy, sequences, objective, clock, sums, watch, router, index)
@@ -330,6 +330,7 @@ def _learn(
     learned: list[tuple[TokenBatch, TokenScores]] = []
     losses: list[torch.Tensor] = []
     with clock.phase("forward_backward"):
+        # A proof may want a drawn part of them in packs of its own.
         apart = watch.micro_batch(index, sequences, moving)
         for pack in (pack for own in apart for pack in policy.packs(own, config)):
             with policy.learning():

@@ -7,10 +7,13 @@ PEFT keeps only the base's name. A base that was changed in memory has the name 
 files of a name change. Therefore a trainer writes the base's digest into each directory with an adapter. The digest is
 that of names, shapes and values of the weights without the adapter. It is the same wherever the base lies, in whatever
 order, files and dtype it is stored, as long as float32 holds its values.
+
+Beside it stand the digests of the adapter's own files. Another `lora_alpha` is a valid file too, and another model.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import json
@@ -19,7 +22,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +32,9 @@ import xxhash
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lockstep.devices import read_in_threads
-from lockstep.errors import InputError, told
-from lockstep.files import replace_text
-from lockstep.model_files import load_adapter
+from lockstep.errors import InputError, reason, told
+from lockstep.files import from_json, read_json, replace_text, what_is_at
+from lockstep.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_file, adapter_tensors, load_adapter
 from lockstep.models.parameters import checkpoint_tensors
 from lockstep.models.policy import BAD_FILES, check_finite, first_line, listed, load_policy
 from lockstep.models.quantised import dequantised, is_quantised
@@ -265,8 +268,8 @@ def _content(tensor: torch.Tensor) -> str:
 
 
 BASE_FILE = "lockstep_base.json"
-# What PEFT writes: in each line, one of the names.
-_FILES = (("adapter_config.json",), ("adapter_model.safetensors", "adapter_model.bin"))
+# Settings of an adapter that say where its base lies, which may change.
+_PLACES = ("base_model_name_or_path", "revision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,23 +280,29 @@ class Base:
         digest: the `base_digest` of the values that it computed with.
         dtype: torch's name of the dtype in which its files were loaded.
         quantization_config: how its weights were rounded to 4 bits when they were loaded; None: they were not.
+        adapter: the digests of the adapter's files by their names; empty: an earlier version has written them.
     """
 
     digest: str
     dtype: str
     quantization_config: Mapping[str, Any] | None = None
+    adapter: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def write_base(folder: Path, policy: PreTrainedModel, digest: str) -> None:
-    """Write beside a saved adapter which base it was trained on.
+    """Write beside a saved adapter which base it was trained on, and what its files hold.
 
     Args:
         digest: of the base when training began. LoRA's `bias` trains parts of the base itself.
     """
     inner = causal_model(policy)
     rounded = getattr(inner.config, "quantization_config", None)
+    files = [folder / name for name in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS)]
     about = Base(
-        digest, str(inner.dtype).removeprefix("torch."), None if rounded is None else rounded.to_dict()
+        digest,
+        str(inner.dtype).removeprefix("torch."),
+        None if rounded is None else rounded.to_dict(),
+        {path.name: _file_digest(path) for path in files if path.is_file()},
     )
     replace_text(folder / BASE_FILE, json.dumps(asdict(about), indent=1) + "\n")
 
@@ -301,14 +310,16 @@ def write_base(folder: Path, policy: PreTrainedModel, digest: str) -> None:
 def read_base(folder: Path) -> Base | None:
     """The base of a saved adapter; None: another program has written the adapter, and does not say."""
     path = folder / BASE_FILE
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     try:
-        base = Base(**json.loads(path.read_text(encoding="utf-8")))
+        base = Base(**read_json(path))
         if not isinstance(getattr(torch, base.dtype), torch.dtype):
             raise ValueError(f"{base.dtype} is no dtype")
+        if not isinstance(base.adapter, dict):
+            raise TypeError(f"adapter is a {type(base.adapter).__name__}")
         return base
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise InputError(f"{path} cannot be read ({first_line(error)}); copy the adapter again") from error
 
 
@@ -321,14 +332,14 @@ def load_adapted(base: str, adapter: Path) -> tuple[Any, bool]:
         base: directory or hub id of the base (`models/policy.py`).
 
     Raises:
-        InputError: the base is another one; the adapter has no file, or its file lacks weights, has others or has NaN.
+        InputError: the base is another one; a file of the adapter is missing, was changed since a run saved it, or does
+            not fit the others; or its weights have NaN.
     """
-    # PEFT would look for a missing file on the hub, under the directory's name.
-    for either in _FILES:
-        if not any((adapter / name).is_file() for name in either):
-            raise InputError(f"adapter {adapter} has no {either[0]}; copy or save the adapter again")
-    _check_kind(adapter)
+    settings, file = _settings(adapter), adapter_file(adapter, *ADAPTER_WEIGHTS)
     about = read_base(adapter)
+    if about is not None:
+        _check_unchanged(adapter, about)
+    _check_weights(file, settings)
     model = _load_base(base, about)
     if about is not None and (found := base_digest(model)) != about.digest:
         raise InputError(
@@ -351,26 +362,93 @@ def load_adapted(base: str, adapter: Path) -> tuple[Any, bool]:
     for names, what in ((lacking, "lacks"), (unknown, "has weights that the base has no place for:")):
         if names:
             raise InputError(_unfit(adapter, f"{what} {listed(names)}"))
-    check_finite(f"adapter {adapter}", trained.items())
-    for name, module in adapted.named_modules():
-        for scale in getattr(module, "scaling", {}).values() if hasattr(module, "lora_A") else ():
-            if not (math.isfinite(scale) and scale):
-                raise InputError(
-                    f"adapter {adapter}: its adapter_config.json scales {name} by {scale} (lora_alpha); correct it, or "
-                    "copy the adapter again"
-                )
     return adapted, about is not None
 
 
-def _check_kind(adapter: Path) -> None:
-    """Refuse an adapter that is not LoRA by what its config says, before PEFT looks for its layers."""
-    path = adapter / "adapter_config.json"
+def _settings(adapter: Path) -> dict[str, Any]:
+    """The content of an adapter's config, if it is one of LoRA whose values have the right types.
+
+    PEFT computes with a text where a truth value belongs, and takes its defaults for what is missing.
+    """
+    path = adapter_file(adapter, ADAPTER_CONFIG)
     try:
-        kind = json.loads(path.read_text(encoding="utf-8"))["peft_type"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        settings: dict[str, Any] = read_json(path)
+        kind, rank, alpha = settings["peft_type"], settings["r"], settings["lora_alpha"]
+        ranks = [rank, *(settings.get("rank_pattern") or {}).values()]
+        alphas = [alpha, *(settings.get("alpha_pattern") or {}).values()]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{path} cannot be read ({told(error)}); copy the adapter again") from error
     if kind != "LORA":
         raise InputError(f"{path} has the peft_type {kind!r:.80}; only the weights of LORA can be merged")
+    import peft
+
+    switches = [one.name for one in dataclasses.fields(peft.LoraConfig) if one.type in (bool, "bool")]
+    given = [(name, settings[name]) for name in switches if name in settings]
+    wrong = [
+        *(("r", one, "a number of dimensions") for one in ranks if type(one) is not int or one < 1),
+        *(("lora_alpha", one, "a number, and not 0") for one in alphas if not _scales(one)),
+        *((name, one, "true or false") for name, one in given if type(one) is not bool),
+    ]
+    for name, value, must in wrong:
+        what = f"{name} is {value!r:.80}; it must be {must}"
+        raise InputError(f"{path}: {what}. Copy the adapter again, or correct it")
+    return settings
+
+
+def _scales(alpha: Any) -> bool:
+    return type(alpha) in (int, float) and 0 < abs(alpha) < math.inf
+
+
+def _check_unchanged(adapter: Path, about: Base) -> None:
+    for name, digest in about.adapter.items():
+        path = adapter / name
+        try:
+            is_same = what_is_at(path) == "is a file" and _file_digest(path) == digest
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({reason(error)}); copy the adapter again") from error
+        if not is_same:
+            raise InputError(
+                f"{path} is not as the run saved it; copy the adapter again (or remove {BASE_FILE}, to use what is "
+                "there)"
+            )
+
+
+def _check_weights(file: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse an adapter's weights that no base can make right, before the base is loaded.
+
+    Raises:
+        InputError: the file cannot be read; its tensors are not of floating point, have NaN, or another rank.
+    """
+    try:
+        found = adapter_tensors(str(file.parent))
+        tensors = {str(name): tensor.detach() for name, tensor in found.items()}
+    except BAD_FILES as error:
+        raise InputError(f"{file} cannot be read ({first_line(error)}); copy the adapter again") from error
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise InputError(
+                f"{file}: {name} is {tensor.dtype}; the weights of an adapter are in floating point"
+            )
+    check_finite(str(file), ((name, tensor.float()) for name, tensor in tensors.items()))
+    # A parameter of many experts has one tensor for all of them.
+    if settings.get("target_parameters"):
+        return
+    ranks = {settings["r"], *(settings.get("rank_pattern") or {}).values()}
+    for name, tensor in tensors.items():
+        rank = tensor.shape[0] if tensor.dim() else 0
+        if name.endswith(".lora_A.weight") and rank not in ranks:
+            other = f"its {ADAPTER_CONFIG} says r={settings['r']}"
+            raise InputError(f"{file}: {name} has rank {rank}, and {other}; copy or save the adapter again")
+
+
+def _file_digest(path: Path) -> str:
+    """The digest of a file. That of settings is the same wherever the base lies."""
+    content = path.read_bytes()
+    if path.name == ADAPTER_CONFIG:
+        with suppress(ValueError, AttributeError):
+            kept = {name: value for name, value in from_json(content.decode()).items() if name not in _PLACES}
+            content = json.dumps(kept, sort_keys=True).encode()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _unfit(adapter: Path, what: str) -> str:

@@ -5,11 +5,13 @@ The name is a config's `model_name_or_path`. Policy, tokenizer and engines get e
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from shlex import quote
 
 from lockstep.errors import InputError
 from lockstep.files import what_is_at
+from lockstep.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from lockstep.models.packaged import PACKAGED_MODEL, packaged_model_dir
 from lockstep.private_caches import expanded
 
@@ -35,13 +37,16 @@ def resolve_model(name: str) -> str:
     path = expanded(name)
     there = what_is_at(path)
     if there == "is a directory":
-        if (path / "adapter_config.json").is_file():
+        is_model = (path / "config.json").is_file()
+        # Also of an adapter whose config is damaged, another file says what the directory is.
+        names = [name for name in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS) if os.path.lexists(path / name)]
+        if (path / ADAPTER_CONFIG).is_file() or (names and not is_model):
             # transformers would load the adapter too, and vLLM would not.
             raise InputError(
-                f"{path} holds an adapter (adapter_config.json), not a whole model: make one with 'lockstep "
+                f"{path} holds an adapter ({names[0]}), not a whole model: make one with 'lockstep "
                 f"merge {quote(str(path))} FOLDER', and give FOLDER"
             )
-        if not (path / "config.json").is_file():
+        if not is_model:
             raise InputError(
                 f"model directory {path} has no config.json; give the directory of a saved model"
             )

@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lockstep.errors import InputError, one_line
+from lockstep.errors import InputError, one_line, reason
+from lockstep.files import check_regular
 from lockstep.report.page.kinds import Kind, a_prompt, mapping, messages, or_none
 
 FOLDER = "rollouts"
@@ -243,11 +244,10 @@ def _per_token(column: Any, kind: np.dtype[Any]) -> list[npt.NDArray[Any] | None
 
 def _readable(path: Path) -> pq.ParquetFile:
     try:
-        if not path.is_file():
-            raise OSError("it is no file")
+        check_regular(path)
         return pq.ParquetFile(path)
     except (OSError, pa.ArrowException) as error:
-        why = one_line(error)[:200]
+        why = reason(error)[:200]
         raise InputError(f"{path} cannot be read ({why}); without it the others can be read") from error
 
 

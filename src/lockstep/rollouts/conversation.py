@@ -15,7 +15,7 @@ from lockstep.contract.inbox import Progress
 from lockstep.contract.protocol import Completion, FinishReason, GenerationRequest, RequestKey, derived_seed
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError, LockstepError
-from lockstep.images.pictures import PromptPictures
+from lockstep.images.pictures import NO_PICTURES, PromptPictures
 from lockstep.rollouts.group import Prompt, Rollout, TurnEnd
 from lockstep.tokens.arrays import (
     Ids,
@@ -84,12 +84,12 @@ class Branch:
 
     Attributes:
         prompt_ids: (P,) int64 ids before the branch. None of them is learned from in this branch.
-        pictures: the pictures whose placeholders are in the ids so far; None: there are none.
+        pictures: the pictures whose placeholders are in the ids so far.
         turns: the sampled turns, in order.
         ran_out: whether the program wanted to add more ids than there was room for.
     """
 
-    def __init__(self, conversation: Conversation, prompt_ids: Ids, pictures: PromptPictures | None) -> None:
+    def __init__(self, conversation: Conversation, prompt_ids: Ids, pictures: PromptPictures) -> None:
         self.prompt_ids, self.pictures = whole_numbers(prompt_ids), pictures
         self.turns: list[Turn] = []
         self._conversation = conversation
@@ -148,13 +148,13 @@ class Branch:
         return turn
 
     def insert(
-        self, ids: Ids | Sequence[int], room_after: int = 0, pictures: PromptPictures | None = None
+        self, ids: Ids | Sequence[int], room_after: int = 0, pictures: PromptPictures = NO_PICTURES
     ) -> None:
         """Add ids that the engine did not sample. They are context: nothing is learned from them.
 
         Args:
             room_after: number of ids that must still fit after them.
-            pictures: the pictures of the whole branch with these ids; None: the ids show none.
+            pictures: the pictures of the whole branch with these ids, if the ids show any.
 
         Raises:
             OutOfRoom: there is no room for all of them and for `room_after` more; then none is added.
@@ -304,12 +304,12 @@ class Conversation:
         return await self.branches[-1].sample(max_tokens)
 
     def insert(
-        self, ids: Ids | Sequence[int], room_after: int = 0, pictures: PromptPictures | None = None
+        self, ids: Ids | Sequence[int], room_after: int = 0, pictures: PromptPictures = NO_PICTURES
     ) -> None:
         """Add ids that the engine did not sample to the current branch (`Branch.insert`)."""
         self.branches[-1].insert(ids, room_after, pictures)
 
-    def branch(self, prompt_ids: Ids | Sequence[int], pictures: PromptPictures | None = None) -> Branch:
+    def branch(self, prompt_ids: Ids | Sequence[int], pictures: PromptPictures = NO_PICTURES) -> Branch:
         """Continue from other ids: a new branch, which is now the current one.
 
         Each sampled id is learned from in the branch in which it was sampled, and is context in all others. An older
@@ -318,8 +318,8 @@ class Conversation:
         Raises:
             LockstepError: the ids have placeholders of the prompt's pictures, and no pictures are given.
         """
-        ids, own = whole_numbers(prompt_ids), self.prompt.pictures
-        if pictures is None and own is not None and (ids == own.placeholder).any():
+        ids = whole_numbers(prompt_ids)
+        if not pictures and (ids == self.prompt.pictures.placeholder).any():
             raise LockstepError(
                 f"rollout {self.key}: a branch has placeholders, and its pictures are not given"
             )
@@ -329,7 +329,7 @@ class Conversation:
     async def call(
         self,
         ids: Ids,
-        pictures: PromptPictures | None,
+        pictures: PromptPictures,
         most: int,
         progress: Progress | None = None,
         stop: Sequence[str] = (),

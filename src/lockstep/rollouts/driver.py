@@ -121,6 +121,7 @@ class Driver:
         """
         settings = self.engine.settings()
         context = settings.max_model_len
+        # The programs make their requests themselves. These show what cannot be asked before anything is started.
         requests = [GenerationRequest(s.key, s.prompt.ids, s.sampling, s.seed) for s in starts]
         check_requests(requests, self.engine.version, context, settings.vocab_size, settings.request_limits)
         missing, found = {start.key for start in starts}, Rollouts()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.contract.protocol import Completion, FinishReason, RequestKey
-from lockstep.images.pictures import PromptPictures
+from lockstep.images.pictures import NO_PICTURES, PromptPictures
 from lockstep.tokens.arrays import ArrayFields, Ids, digest_of, joined, whole_numbers
 
 
@@ -29,14 +29,14 @@ class Prompt(ArrayFields):
         ids: (P,) int64, the prompt's token ids, read-only. The constructor accepts any sequence of integers.
         source: the row's `prompt` as in the dataset (text or messages), for reward functions.
         columns: the row's other columns, for reward functions.
-        pictures: the row's pictures, whose placeholders are in `ids`; None: it has none.
+        pictures: the row's pictures, whose placeholders are in `ids`.
     """
 
     prompt_id: str
     ids: Ids
     source: Any
     columns: Mapping[str, Any] = field(default_factory=dict)
-    pictures: PromptPictures | None = None
+    pictures: PromptPictures = NO_PICTURES
 
     def __post_init__(self) -> None:
         self._set("ids", whole_numbers(self.ids))

@@ -1,22 +1,16 @@
 """Reward functions: how they are made and called, rewards of environments and agents, and what a reward logs.
 
-Makes reward functions of `reward_funcs`, calls them with TRL's convention, and makes one reward per rollout from
-their results.
+`reward_scorer` makes reward functions of `reward_funcs`: functions stay as they are; names and models become reward
+models, which are called alike. `RewardScorer` makes one reward per rollout of their scores.
 
-Functions stay as they are; names and models become reward models, which are called alike. A reward function takes
-`prompts`, `completions`, `completion_ids`, `trainer_state`, `log_metric`, `log_extra` and the dataset's other columns,
-all by keyword. It returns one number per completion, or None for "no score". It may be a coroutine function, or an
-object whose `__call__` is one. With environments it also gets `environments`, the object of each rollout. The reward of
-an environment itself (`get_reward`) is one more score. A rollout that failed has no score.
+A reward function takes `prompts`, `completions`, `completion_ids`, `trainer_state`, `log_metric`, `log_extra` and the
+dataset's other columns, all by keyword. It returns one number per completion, or None for "no score". It may be a
+coroutine function, or an object whose `__call__` is one. With environments it also gets `environments`, the object of
+each rollout. A rollout that failed has no score. Values of `log_metric` go to the trainer's logs, those of `log_extra`
+to the rollouts.
 
-The reward that environments or an agent give themselves, in the form of a reward function.
-
-A trainer lists it in `reward_funcs` behind the user's functions, as TRL's does. The run itself takes these rewards from
-the rollouts, and never calls the object.
-
-Values that reward functions log beside their scores, with TRL's `log_metric` and `log_extra`.
-
-Reward functions get both as keyword arguments. Metrics go to the trainer's logs, extras to the rollouts.
+An environment's own reward (`get_reward`), or an agent's, is one more score. As in TRL it stands in the trainer's
+`reward_funcs` behind the user's functions (`OwnReward`), but the run takes it from the rollouts and never calls it.
 """
 
 from __future__ import annotations

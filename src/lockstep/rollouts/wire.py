@@ -15,99 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError, LockstepError, ProofError
-from lockstep.images.pictures import Picture, PromptPictures
+from lockstep.images.pictures import pictures_from_wire, pictures_to_wire
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, Seal, TurnEnd
 from lockstep.tokens.arrays import KeptIds, cut, flags, joined, joined_kept_ids, small_ids, whole_numbers
-
-# Of each completion: it has no pictures, or those of its prompt. Otherwise the index of what it was shown.
-_NONE, _OWN = -1, -2
-# The pictures of a completion, and those of its prompt.
-Pair = tuple[PromptPictures | None, PromptPictures | None]
-
-
-def picture_to_wire(picture: Picture) -> dict[str, Any]:
-    """The pixels of one picture, with what they say of its place in a prompt."""
-    arrays = {"pixel_values": picture.pixel_values.numpy(), "grid": picture.grid.numpy()}
-    return {**arrays, "tokens": picture.tokens}
-
-
-def picture_from_wire(data: Mapping[str, Any]) -> Picture:
-    """The picture of `picture_to_wire`. The caller compares its digest."""
-    # A model may write into tensors, and the arrays of a message are read-only.
-    pixels, grid = (torch.from_numpy(np.array(data[name])) for name in ("pixel_values", "grid"))
-    return Picture(pixels, grid, data["tokens"])
-
-
-def pictures_to_wire(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """What the completions were shown, by completion, and the pictures that no prompt of the data has."""
-    known = {digest for _, own in pairs if own is not None for digest in own.digests}
-    others: dict[int, PromptPictures] = {}
-    places: list[int] = []
-    for shown, own in pairs:
-        if shown is None:
-            places.append(_NONE)
-        elif own is not None and (shown is own or _equal(shown, own)):
-            places.append(_OWN)
-        else:
-            others.setdefault(id(shown), shown)
-            places.append(list(others).index(id(shown)))
-    pictures = {p.digest: p for shown in others.values() for p in shown.pictures if p.digest not in known}
-    return {
-        "shown": places,
-        "others": [
-            {
-                "digests": list(shown.digests),
-                "places": shown.places,
-                "placeholder": shown.placeholder,
-                "positions": shown.positions,
-                "delta": shown.delta,
-            }
-            for shown in others.values()
-        ],
-        "pictures": [picture_to_wire(picture) for picture in pictures.values()],
-    }
-
-
-def pictures_from_wire(
-    data: Mapping[str, Any], owns: Sequence[PromptPictures | None]
-) -> Iterator[PromptPictures | None]:
-    """What each completion was shown, in order. `owns` are the pictures of each completion's prompt.
-
-    Raises:
-        ValueError: a picture is missing or has changed, or a completion has the pictures of a prompt that has none.
-    """
-    known = {p.digest: p for own in owns if own is not None for p in own.pictures}
-    for found in data["pictures"]:
-        picture = picture_from_wire(found)
-        # A picture that changed on its way has another digest, and is missing below.
-        known[picture.digest] = picture
-    if missing := {digest for shown in data["others"] for digest in shown["digests"]} - known.keys():
-        raise ValueError(f"{len(missing)} pictures did not arrive")
-    others = [
-        PromptPictures(
-            tuple(known[digest] for digest in shown["digests"]),
-            whole_numbers(shown["places"]),
-            shown["placeholder"],
-            shown["positions"],
-            shown["delta"],
-        )
-        for shown in data["others"]
-    ]
-    if len(data["shown"]) != len(owns):
-        raise ValueError(f"{len(data['shown'])} completions with pictures or without, instead of {len(owns)}")
-    for place, own in zip(data["shown"], owns, strict=True):
-        if place == _OWN and own is None:
-            raise ValueError("a completion was shown the pictures of a prompt that has none")
-        yield own if place == _OWN else None if place == _NONE else others[place]
-
-
-def _equal(one: PromptPictures, other: PromptPictures) -> bool:
-    return one.digests == other.digests and np.array_equal(one.places, other.places)
-
 
 # Each column is one array: the values of all branches of all rollouts, concatenated.
 _COLUMNS = ("token_ids", "logprobs", "weight_versions")

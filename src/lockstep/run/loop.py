@@ -9,6 +9,7 @@ several ranks, one rank holds the engine, all get the same groups, and each lear
 
 | stage  | here                | done by |
 |--------|---------------------|---------|
+| read   | before training     | `run/data/prompts.py`: rows become prompts of ids |
 | push   | `rollout`           | `run/source.py`, `weights/push.py` |
 | sample | `rollout`           | `run/source.py`, `rollouts/driver.py`, the engine |
 | score  | `rollout`           | `rollouts/rewards.py`: reward functions, on each rank its share |
@@ -18,8 +19,7 @@ several ranks, one rank holds the engine, all get the same groups, and each lear
 | log    | `_finish_step`      | `run/files/logs.py` |
 
 Each stage tells the watch what has happened (`learn/events.py`). Before the optimizer changes the policy, the watch
-has proven every token, weight and gradient of the step (`watch/run.py`), or an error was raised. An evaluation samples
-and scores like a generation, and learns nothing.
+has proven every token, weight and gradient of the step (`watch/run.py`). An evaluation samples and scores alone.
 """
 
 from __future__ import annotations

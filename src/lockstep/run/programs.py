@@ -16,18 +16,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-import torch
 from datasets import Dataset
-from PIL import Image
-from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.run import OnlineConfig
 from lockstep.config.sampling import FilterFields, sampling_of
 from lockstep.contract.protocol import GenerationRequest, RequestKey, request_seed
 from lockstep.errors import InputError, LockstepError, ProofError, quoted
 from lockstep.extensions import PROGRAMS, load
-from lockstep.images.pictures import Picture, PromptPictures
-from lockstep.images.prompts import ImagePrompts
+from lockstep.images.content import NO_IMAGES, unprocessed
+from lockstep.images.pictures import PromptPictures
+from lockstep.images.prompts import PromptReader
 from lockstep.images.reading import with_images
 from lockstep.rollouts.call_fits import not_callable_as
 from lockstep.rollouts.driver import decoding
@@ -35,13 +33,12 @@ from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.programs.environments import EnvironmentKind, Environments, Factory
 from lockstep.rollouts.programs.rollout_func import Bounds, groups_of_columns
 from lockstep.rollouts.programs.tool_program import ToolProgram
-from lockstep.rollouts.programs.tools import Process, ToolCalls, shows_no_images, tools_of
+from lockstep.rollouts.programs.tools import ToolCalls, tools_of
 from lockstep.rollouts.programs.workers import Here, TookTooLong, Worker
 from lockstep.rollouts.ranks import Ranks
 from lockstep.run.metrics import tool_metrics
 from lockstep.threads import process_as_before
 from lockstep.tokens.arrays import Ids, whole_numbers
-from lockstep.tokens.chat import render_prompt
 from lockstep.tokens.extension import BRANCHES, REFUSED, USER_TURN, Extension
 
 T = TypeVar("T")
@@ -78,10 +75,8 @@ class Acting(Protocol):
     @property
     def rehearsed(self) -> Callable[[Any], Any] | None: ...
 
-    def open(
-        self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], images: ImagePrompts | None = None
-    ) -> None:
-        """Prepare the conversations of this tokenizer."""
+    def open(self, reader: PromptReader, end_ids: Sequence[int]) -> None:
+        """Prepare the conversations of a run with this reader."""
 
     def start(self) -> Any:
         """The program of the run's rollouts. On the rank that holds the engine, after `open`."""
@@ -142,7 +137,7 @@ class RolloutTools:
         if factory is not None:
             made = Environments(factory, self.calls)
             self._share_a_thread = made.share_a_thread
-            self.calls.process = _unprocessed
+            self.calls.process = unprocessed
             # Only the owner makes environments.
             self._environments = made if ranks.owner else None
             limit = config.tool_timeout * 2 * max(len(made.names), 1) + _PROBING
@@ -200,20 +195,18 @@ class RolloutTools:
     def _environment_of(self, rollout: Rollout) -> Any:
         return self.program.environment_of(rollout)
 
-    def open(
-        self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], images: ImagePrompts | None = None
-    ) -> None:
-        """Prepare the conversations of this tokenizer. `images` processes the pictures that tools give."""
+    def open(self, reader: PromptReader, end_ids: Sequence[int]) -> None:
+        """Prepare the conversations of a run with this reader, which also reads what tools give."""
         own = [tool.schema for tool in self._tools.values()]
         kinds: dict[str | None, tuple[Any, ...]] = {name: kind.schemas for name, kind in self.kinds.items()}
         self._extensions = {
             name: Extension(
-                tokenizer,
+                reader.tokenizer,
                 end_ids,
                 chat_template_kwargs=self._config.template_arguments,
                 tools=[*own, *schemas],
                 tool_format=self._config.tool_format,
-                placeholder=images.placeholder if images is not None else None,
+                placeholder=reader.placeholder,
             )
             for name, schemas in (kinds or {None: ()}).items()
         }
@@ -225,22 +218,12 @@ class RolloutTools:
                 )
         if self._owner:
             self._tell_branches()
-        longest = max(len(token) for token in tokenizer.get_vocab())
+        longest = max(len(token) for token in reader.tokenizer.get_vocab())
         iterations = self._config.max_tool_calling_iterations
-        self.calls.process = self._process(images)
+        self.calls.process = reader.in_turns(self._extensions.values())
         self._program = ToolProgram(
-            self._extensions, self._tools, self.calls, self._environments, iterations, longest, images
+            self._extensions, self._tools, self.calls, self._environments, iterations, longest, reader
         )
-
-    def _process(self, images: ImagePrompts | None) -> Process:
-        """Processes an image that a tool or an environment gives."""
-        if images is None:
-            return shows_no_images
-        trial = Picture(
-            torch.zeros(1, 1), torch.ones(3, dtype=torch.long), 1, whole_numbers([images.placeholder])
-        )
-        reasons = [extension.why_no_pictures(trial) for extension in self._extensions.values()]
-        return next((_refusing(reason) for reason in reasons if reason is not None), images.opened_pictures)
 
     def _tell_branches(self) -> None:
         """Say in which cases the chat template makes a rollout branch."""
@@ -361,21 +344,6 @@ def rollout_tools(
     return RolloutTools(tools or [], environment_factory, config, ranks, row)
 
 
-def _refusing(reason: str) -> Process:
-    def process(images: Sequence[Any]) -> Iterable[tuple[Image.Image, Picture]]:
-        raise InputError(reason)
-
-    return process
-
-
-def _unprocessed(images: Sequence[Any]) -> Iterable[tuple[Image.Image, Picture]]:
-    """Stands for images while environments are tried, before the model and its image processor are there."""
-    return [
-        (Image.new("RGB", (1, 1)), Picture(torch.zeros(1, 1), torch.ones(3, dtype=torch.long), 1))
-        for _ in images
-    ]
-
-
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 
 
@@ -389,16 +357,15 @@ class RolloutFunction:
         self,
         function: RolloutFunc,
         trainer: Any,
-        tokenizer: PreTrainedTokenizerBase,
+        reader: PromptReader,
         bounds: Bounds,
-        images: ImagePrompts | None = None,
     ) -> None:
         if not callable(function):
             raise InputError(
                 f"rollout_func is a {type(function).__name__}; it must be a function of (prompts, trainer)"
             )
         self._function, self._trainer, self._bounds = function, trainer, bounds
-        self._decode, self.images, self.end_ids = decoding(tokenizer), images, tuple(bounds.end_ids)
+        self._decode, self.reader, self.end_ids = decoding(reader.tokenizer), reader, tuple(bounds.end_ids)
         # Number of calls of the helper below within one generation. Seeds depend on it.
         self.calls = 0
 
@@ -421,13 +388,13 @@ class RolloutFunction:
                 f"rollout_func raised {type(error).__name__}: {quoted(error)}{advice}"
             ) from error
         return groups_of_columns(
-            columns, prompts, num_generations, version, self._bounds, self._decode, self.images
+            columns, prompts, num_generations, version, self._bounds, self._decode, self.reader
         )
 
 
 def _given(prompt: Prompt) -> Any:
     """A prompt as the function gets it: messages contain their images, as in TRL."""
-    if prompt.pictures is None or not isinstance(prompt.source, list):
+    if not prompt.pictures or not isinstance(prompt.source, list):
         return copy.deepcopy(prompt.source)
     return with_images({**prompt.columns, "prompt": prompt.source})
 
@@ -459,16 +426,12 @@ def generate_rollout_completions(
     if own is None or engine.version is None:
         raise InputError("generate_rollout_completions samples for a rollout_func; call it from there")
     number, own.calls = own.calls, own.calls + 1
-    tokenizer, context = trainer.processing_class, engine.settings().max_model_len
-    banned = own.images.banned_ids if own.images is not None else ()
-    sampling = sampling_of(config, tokenizer, own.end_ids, banned)
+    tokenizer, context = own.reader.tokenizer, engine.settings().max_model_len
+    sampling = sampling_of(config, tokenizer, own.end_ids, own.reader.banned_ids)
     requests = []
     for place, prompt in enumerate(prompts):
         key = RequestKey(f"rollout_func/{number}", place)
-        if own.images is not None:
-            ids, shown = _seen(prompt, images[place] if images is not None else (), own.images)
-        else:
-            ids, shown = _ids_of(prompt, tokenizer, config), None
+        ids, shown = _seen(prompt, images[place] if images is not None else (), own.reader)
         room = min(sampling.max_tokens if max_tokens is None else max_tokens, context - len(ids))
         if room < 1:
             raise InputError(
@@ -491,21 +454,16 @@ def generate_rollout_completions(
     ]
 
 
-def _ids_of(prompt: Any, tokenizer: PreTrainedTokenizerBase, config: Any) -> Ids:
-    if (ids := _as_ids(prompt)) is not None:
-        return ids
-    arguments, special = config.template_arguments, config.add_special_tokens
-    return whole_numbers(render_prompt(prompt, tokenizer, arguments, add_special_tokens=special))
-
-
-def _seen(prompt: Any, given: Sequence[Any], images: ImagePrompts) -> tuple[Ids, PromptPictures | None]:
-    """The ids and the pictures of a prompt in a run with images. `given` are the images beside the prompt."""
+def _seen(prompt: Any, given: Sequence[Any], reader: PromptReader) -> tuple[Ids, PromptPictures]:
+    """The ids and the pictures of a prompt. `given` are the images beside the prompt."""
+    if given and not reader.shows_pictures:
+        raise InputError(NO_IMAGES)
     ids = _as_ids(prompt)
     if ids is None:
-        return images.read({"prompt": prompt, "images": list(given)})
-    images.check_count(len(given))
+        return reader.read({"prompt": prompt, "images": list(given)})
+    reader.check_count(len(given))
     try:
-        return ids, images.placed(ids, images.pictures(given))
+        return ids, reader.placed(ids, reader.pictures(given))
     except ProofError as error:
         raise InputError(f"{error.found}; give the images of each prompt of ids in `images`") from error
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from lockstep.config.run import OnlineConfig
 from lockstep.config.sampling import interruption_of, sampling_of
@@ -20,7 +20,7 @@ from lockstep.contract.protocol import Engine
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, foreign_errors
-from lockstep.images.prompts import ImagePrompts
+from lockstep.images.prompts import PromptReader
 from lockstep.learn.ranks import share_of
 from lockstep.models.adapters import causal_model
 from lockstep.report.alarms import Alarms
@@ -65,13 +65,13 @@ class RolloutSource:
     Args:
         policy: the trained model; it is only read.
         scorer: gives groups their rewards.
+        reader: the reader of the prompts.
         given: a running engine, which the caller closes; None starts one.
         max_model_len: context length, in tokens, of an engine that is started here.
         longest: length, in tokens, of the longest prompt and completion together.
         settings: what the user has asked for.
         tools: the tools and environments of the rollouts, or their agents; None: there are none.
         function: makes the rollouts instead of the driver; None: the driver makes them.
-        images: what read the pictures of the prompts; None: they have none.
         alarms: of the run.
 
     Raises:
@@ -83,7 +83,7 @@ class RolloutSource:
         self,
         policy: PreTrainedModel,
         scorer: Scorer,
-        tokenizer: PreTrainedTokenizerBase,
+        reader: PromptReader,
         config: OnlineConfig,
         clock: PhaseClock,
         ranks: Ranks,
@@ -95,12 +95,11 @@ class RolloutSource:
         *,
         tools: Acting | None = None,
         function: RolloutFunction | None = None,
-        images: ImagePrompts | None = None,
         alarms: Alarms,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer = reader.tokenizer
         self._config, self._clock, self._ranks = config, clock, ranks
-        self.policy, self.images = policy, images
+        self.policy, self.reader = policy, reader
         self._end_ids = end_ids(causal_model(policy), tokenizer)
         interruption = interruption_of(config, tokenizer)
         self._one_turn: Program = (
@@ -135,7 +134,7 @@ class RolloutSource:
         self._engine = engine
 
         def shake(other: Engine) -> None:
-            dtypes, shown = (config.engine_torch_dtype, config.engine_head_dtype), self.images is not None
+            dtypes, shown = (config.engine_torch_dtype, config.engine_head_dtype), self.reader.shows_pictures
             shake_hands(
                 other,
                 self.policy,
@@ -173,8 +172,7 @@ class RolloutSource:
     @property
     def sampling(self) -> Sampling:
         """The distribution that the engine samples from."""
-        banned = self.images.banned_ids if self.images is not None else ()
-        return sampling_of(self._config, self._tokenizer, self._end_ids, banned)
+        return sampling_of(self._config, self._tokenizer, self._end_ids, self.reader.banned_ids)
 
     @property
     def engine(self) -> Engine:

@@ -256,7 +256,7 @@ def check_entering(proof: SampledTokens, batch: TokenBatch) -> None:
             lengths=[s.length for s in batch.sequences],
             input_ids=input_ids,
             # The positions of a picture's parts are not places in the sequence; the gap proves them.
-            position_ids=positions if pack.pictures is None else None,
+            position_ids=None if pack.pictures else positions,
             ends=None if pack.ends is None else pack.ends.numpy(),
             predictors=predictors,
             targets=targets,
@@ -286,7 +286,7 @@ class Record:
         """Keep an answer, just before the conversation takes it."""
         self._cuts |= bool(request.sampling.stop)
         if len(answer.token_ids):
-            seen = request.pictures.digests if request.pictures is not None else ()
+            seen = request.pictures.digests
             self._answers.setdefault((_digest(request.prompt_ids), seen), []).append(answer)
 
     def check(self, rollout: Rollout) -> None:
@@ -309,8 +309,7 @@ class Record:
         while place < count:
             end = place
             if sampled[place]:
-                shown = branch.pictures
-                seen = shown.digests_before(len(branch.prompt_ids) + place) if shown is not None else ()
+                seen = branch.pictures.digests_before(len(branch.prompt_ids) + place)
                 answers = left.get((state.digest(), seen), [])
                 found = max(answers, key=lambda a: _shared(a, branch, sampled, place), default=None)
                 if found is None:

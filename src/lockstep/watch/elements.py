@@ -18,6 +18,8 @@ When: every step; the critic, and so many tensors in turn (at least 32) that eac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -63,11 +65,12 @@ class DrawnElements:
         return cls(owners, starts, lengths)
 
     @classmethod
-    def around(cls, places: dict[int, int], tensors: Sequence[torch.Tensor]) -> DrawnElements:
-        """One window around a given element of each of some tensors."""
-        owners = list(places)
+    def around(cls, places: Sequence[tuple[int, int]], tensors: Sequence[torch.Tensor]) -> DrawnElements:
+        """One window around each of some elements: (index of its tensor, its place there)."""
+        known = sorted(places)
+        owners = [i for i, _ in known]
         sizes = [tensors[i].numel() for i in owners]
-        ends = [min(places[i] + WINDOW // 2, n) for i, n in zip(owners, sizes, strict=True)]
+        ends = [min(place + WINDOW // 2, n) for (_, place), n in zip(known, sizes, strict=True)]
         return cls(owners, [max(end - WINDOW, 0) for end in ends], [min(WINDOW, n) for n in sizes])
 
     def __len__(self) -> int:
@@ -116,6 +119,60 @@ def _elements(tensor: torch.Tensor | None, places: torch.Tensor) -> torch.Tensor
     here = (local >= 0) & (local < len(own))
     found[here] = own[local[here]]
     return found
+
+
+# Elements of a piece and pieces of a step, at least; and steps within which all pieces have their turn.
+_PIECE, _PIECES, _TURN = 1 << 14, 256, 32
+# A piece is searched by the norms of blocks of so many elements: these need no memory.
+_BLOCK = 256
+
+
+class LargestElements:
+    """A largest element of each piece of the gradients: that of the block with the largest norm in the piece.
+
+    The pieces of all tensors take turns, in a drawn order.
+
+    Where a fault is in few elements, or few rows of an embedding have a gradient, drawn windows seldom meet them. Each
+    rank looks at its own parts of sharded tensors.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], seed: tuple[int, ...]) -> None:
+        sizes = [local_part(t).numel() for t in tensors]
+        self._size = max(_PIECE, -(-sum(sizes) // (_PIECES * _TURN * _BLOCK)) * _BLOCK)
+        order = np.random.default_rng(seed).permutation(len(sizes)).tolist()
+        # The tensor of each piece, and its first element in this rank's part.
+        self._pieces = [(i, start) for i in order for start in range(0, sizes[i], self._size)]
+        self._at_once = max(_PIECES, -(-len(self._pieces) // _TURN))
+
+    def of(
+        self, gradients: Sequence[torch.Tensor | None], step: int
+    ) -> tuple[list[tuple[int, int]], list[torch.Tensor]]:
+        """The pieces of a step with a gradient: (index of its tensor, its first element), and the place of each one's
+        largest element after that. The places are (n,) int64 tensors on the device. The host does not wait."""
+        count = len(self._pieces)
+        start = step * self._at_once % count if count > self._at_once else 0
+        stop = start + self._at_once
+        pieces, found = list[tuple[int, int]](), list[torch.Tensor]()
+        for run in (self._pieces[start:stop], self._pieces[: max(stop - count, 0) if start else 0]):
+            for index, own in groupby(run, key=itemgetter(0)):
+                if (gradient := gradients[index]) is None:
+                    continue
+                starts = [first for _, first in own]
+                part = local_part(gradient).reshape(-1)[starts[0] : starts[-1] + self._size]
+                whole = len(part) // self._size * self._size
+                if whole:
+                    found.append(_largest(part[:whole].view(-1, self._size // _BLOCK, _BLOCK)))
+                if whole < len(part):
+                    found.append(part[whole:].abs().argmax()[None])
+                pieces += [(index, first_element(gradient) + first) for first in starts]
+        return pieces, found
+
+
+def _largest(pieces: torch.Tensor) -> torch.Tensor:
+    """(P,) int64 place of an element in each of (P, blocks, block) pieces."""
+    blocks = torch.linalg.vector_norm(pieces, dim=2).argmax(1, keepdim=True)
+    chosen = pieces.take_along_dim(blocks[:, :, None], 1)[:, 0]
+    return blocks[:, 0] * pieces.shape[2] + chosen.abs().argmax(1)
 
 
 # (N,) values of drawn elements, by what they are.

@@ -41,7 +41,16 @@ from lockstep.rollouts.recovery import Recovery
 from lockstep.watch.ahead import ProofsAhead, check_staleness
 from lockstep.watch.custody import check_placeholders
 from lockstep.watch.draws import DrawEvidence, DrawStats, draw_metrics
-from lockstep.watch.gap import GapStats, GapTail, JudgedGap, PooledGap, check_count, over_limits
+from lockstep.watch.gap import (
+    GapSlope,
+    GapStats,
+    GapTail,
+    JudgedGap,
+    PooledGap,
+    PooledSlope,
+    check_count,
+    over_limits,
+)
 from lockstep.watch.gap_explained import ExplainedGap
 from lockstep.watch.kept_sets import KeptSetStats
 from lockstep.watch.modules import ModuleProbe
@@ -113,14 +122,15 @@ class Proofs:
             engine,
             self.distribution,
             self.precision,
-            lambda: self.push.module_probe,
+            lambda: self.push.probes,
             stale_by_design=config.max_staleness > 0,
         )
         self._settings, self._ends = settings, Ends(rules.end_ids, decoding(tokenizer, special=True))
         settings.check_sampling(rules.sampling, "the distribution that the trainer scores")
         self.kept_sets = KeptSetStats()
         self._draws, self._last_draws = DrawEvidence(), DrawStats()
-        self._bet_version = self._judged_version = -1
+        self.slopes = PooledSlope()
+        self._bet_version = self._judged_version = self._slope_version = -1
         # Of the evaluations of this process.
         self._evaluated = DrawEvidence()
 
@@ -148,7 +158,7 @@ class Proofs:
         """Forget the tokens of earlier steps and evaluations, so that they do not count in later judgements."""
         self.pool, self._evaluated_pool, self.tail = PooledGap(), PooledGap(), GapTail(self.limit)
         self._draws, self._bet_version, self._judged_version = DrawEvidence(), -1, -1
-        self._evaluated = DrawEvidence()
+        self._evaluated, self.slopes = DrawEvidence(), PooledSlope()
         self.ahead.forget_tokens()
 
     def start(self, folder: Path, step: int, inputs: Mapping[str, Any]) -> None:
@@ -158,6 +168,7 @@ class Proofs:
         self.tail, self.pool = GapTail(self.limit), PooledGap()
         self.ahead.forget_tokens()
         self._draws, self._bet_version, self._judged_version = DrawEvidence(), -1, -1
+        self.slopes, self._slope_version = PooledSlope(), -1
         for entry in self._receipt.entries:
             if "draws" in entry:
                 self._draws = DrawEvidence.of(entry["draws"])
@@ -383,6 +394,12 @@ class Proofs:
             self._draws.add(draws)
             self._draws.check(version, draws)
 
+    def check_slope(self, slope: GapSlope, version: int) -> None:
+        """Check the slope of the signed gap. Further calls for the same version do nothing."""
+        if version != self._slope_version:
+            self._slope_version = version
+            self.slopes.check(slope, self.tail.limit, version)
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the last push, and of the last generation's proofs."""
         kept = self.kept_sets.metrics() if self.distribution.sampling.is_filtered else {}
@@ -396,6 +413,7 @@ class Proofs:
         gap: GapStats,
         draws: DrawStats,
         kept_sets: KeptSetStats,
+        slope: GapSlope,
         generation: Generation,
         step: int,
         *,
@@ -407,6 +425,7 @@ class Proofs:
             gap: over all tokens of the generation but those that are left aside.
             draws: over all tokens of its drawn rollouts. They count once per generation, at the first call.
             kept_sets: over drawn tokens.
+            slope: of the signed gap, over tokens that this forward has scored.
             record: write the receipt's line; there is one per generation.
         """
         version = generation.version
@@ -417,6 +436,7 @@ class Proofs:
                 return
             self.recovery.run(lambda: self._prove_ahead(begun, generation))
         self.check_gap(gap, kept_sets, generation.due_tokens, generation.completions, version)
+        self.check_slope(slope, version)
         self.check_draws(draws, version)
         if record:
             self.write(gap, generation.sampled_tokens, generation.aside_tokens, step, version)

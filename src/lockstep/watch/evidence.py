@@ -32,7 +32,7 @@ from lockstep.models.policy import fp32_head_product
 from lockstep.shards.model import sharded
 from lockstep.tokens.arrays import SmallIds, cut
 from lockstep.watch.draws import DrawStats, TokenDraws, measure_draws
-from lockstep.watch.gap import GapStats, Logps, measure_gap
+from lockstep.watch.gap import GapSlope, GapStats, Logps, measure_gap, measure_slope
 from lockstep.watch.gap_explained import split_gap
 from lockstep.watch.kept_sets import KeptSetProof, KeptSetStats, KeptToken
 from lockstep.watch.plain_forward import LOGITS_BYTES
@@ -222,6 +222,7 @@ class TokenEvidence:
         repeated: from the log-probs before the generation's first step to those of this step, where both exist.
         draws: over the tokens of the drawn rollouts.
         kept_sets: at drawn tokens.
+        slope: of the signed gap, over the tokens of `gap`.
     """
 
     kept_rows: DrawnRows | None = None
@@ -230,6 +231,7 @@ class TokenEvidence:
     repeated: GapStats = field(default_factory=GapStats)
     draws: DrawStats = field(default_factory=DrawStats)
     kept_sets: KeptSetStats = field(default_factory=KeptSetStats)
+    slope: GapSlope = field(default_factory=GapSlope)
 
     def rows(self, pack: Pack, logps: Any, hidden: Any, *, before_steps: bool) -> None:
         """Keep drawn rows of a pack (`Evidence.rows`)."""
@@ -258,6 +260,8 @@ class TokenEvidence:
         self.gap, self.difference = self.gap + gap, self.difference + difference
         for own, found in scores:
             self.draws = self.draws + draws_of(own, found)
+            if now is None:
+                self.slope = self.slope + slope_of(own, found)
 
     def data(self) -> dict[str, Any]:
         """The sums, as JSON types."""
@@ -298,6 +302,7 @@ _SUMS: dict[str, Any] = {
     "repeated": GapStats,
     "draws": DrawStats,
     "kept_sets": KeptSetStats,
+    "slope": GapSlope,
 }
 
 
@@ -322,6 +327,17 @@ def gap_of(
     fresh = flat(sequences, "fresh")
     counts = [int(np.count_nonzero(part)) for part in cut(fresh, lengths)]
     return measure_gap(behaviour[fresh], policy[fresh], names, counts), every
+
+
+def slope_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> GapSlope:
+    """The slope of the signed gap, over tokens that the weights of this forward have sampled."""
+    behaviour, logps, entropies = as_float64(
+        column(sequences, "behaviour_logps"), scores.logps, scores.entropies
+    )
+    fresh = np.ones(len(logps), np.bool_) if sequences[0].fresh is None else flat(sequences, "fresh")
+    counts = [int(np.count_nonzero(part)) for part in cut(fresh, [s.length for s in sequences])]
+    prompts = [s.name.rpartition("#")[0] for s in sequences]
+    return measure_slope((behaviour - logps)[fresh], (logps + entropies)[fresh], prompts, counts)
 
 
 def draws_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> DrawStats:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
-from lockstep.devices import on_host, sent
+from lockstep.devices import on_host, rounds_products, sent
 from lockstep.errors import ProofError
 from lockstep.watch.plain_forward import Move, Widened, plain_scores
 
@@ -33,6 +33,10 @@ _DIRECTIONS = 2
 _CHANGE = 1e-4
 # The same where the plain forward computes in float32.
 _CHANGE_SINGLE = 1e-2
+# The part of a limit up to which a comparison in float32 decides.
+_CLEAR = 0.5
+# Ids of a sequence whose attention in float64 fits on a GPU.
+_LONGEST = 4096
 # A slope that depends on the step is measured with smaller ones. A float64 sum has digits for all of them.
 _SMALLER, _SMALLER_TIMES = 8.0, 7
 # A gradient of 0 is wrong if the sum of scores changes by more than this along a relative change of the weights.
@@ -65,8 +69,15 @@ class DrawnSum:
     coefficients: torch.Tensor
     distribution: Distribution
 
-    def total(self, moves: Mapping[int, Move], dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """() float64, the sum, computed in a dtype with moved weights, on the model's device."""
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of a comparison that decides. On a GPU attention in float64 holds all scores of a sequence."""
+        longest = max(len(c.prompt_ids) + len(c.token_ids) for c in self.completions)
+        return torch.float32 if self.model.device.type != "cpu" and longest > _LONGEST else torch.float64
+
+    def total(self, moves: Mapping[int, Move], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """() float64, the sum, computed in a dtype (None: `wide`) with moved weights, on the model's device."""
+        dtype = dtype or self.wide
         was_training = self.model.training
         self.model.eval()
         try:
@@ -77,7 +88,7 @@ class DrawnSum:
         return (scores.double() * sent(self.coefficients, scores.device)).sum()
 
     def slopes(
-        self, directions: Sequence[Mapping[int, Move]], step: float, dtype: torch.dtype = torch.float64
+        self, directions: Sequence[Mapping[int, Move]], step: float, dtype: torch.dtype | None = None
     ) -> list[float]:
         """The central difference along each direction. All sums are read from the device at once."""
 
@@ -153,10 +164,12 @@ class Directions:
         """The mean size of the gradient along a direction."""
         return math.sqrt(sum((self.sizes[n] * self.norms[n]) ** 2 for n in names))
 
-    def compare(self, drawn_sum: DrawnSum, names: Sequence[str], step: float) -> Comparison:
+    def compare(
+        self, drawn_sum: DrawnSum, names: Sequence[str], step: float, dtype: torch.dtype | None = None
+    ) -> Comparison:
         """The gradient along each direction, restricted to some tensors, and the slope."""
         found = [sum(along[n] for n in names) for along in self.along]
-        due = drawn_sum.slopes([self.moves(k, names) for k in range(_DIRECTIONS)], step)
+        due = drawn_sum.slopes([self.moves(k, names) for k in range(_DIRECTIONS)], step, dtype)
         return Comparison(np.array(found), np.array(due), self.scale(names))
 
 
@@ -222,7 +235,7 @@ class Added:
         return sum(self.sizes[n] * abs(self._along[n]) for n in names)
 
     def compare(
-        self, drawn_sum: DrawnSum, names: Sequence[str], step: float, dtype: torch.dtype = torch.float64
+        self, drawn_sum: DrawnSum, names: Sequence[str], step: float, dtype: torch.dtype | None = None
     ) -> Comparison:
         """The slope that the gradient gives, and that of the plain forward."""
         due = drawn_sum.slopes([self._moves(names)], step, dtype)
@@ -308,9 +321,17 @@ class Comparison:
 
 
 def check_model_gradient(
-    drawn_sum: DrawnSum, named: Mapping[str, torch.nn.Parameter], seed: tuple[int, ...], limit: float
+    drawn_sum: DrawnSum,
+    named: Mapping[str, torch.nn.Parameter],
+    seed: tuple[int, ...],
+    limit: float,
+    *,
+    place: bool = True,
 ) -> float | None:
     """Compare the gradients of the drawn sum, which the tensors hold, with slopes.
+
+    Args:
+        place: whether an error names the first wrong part of the model.
 
     Returns:
         How far they are apart, in sizes of the gradient; None if the plain forward is too coarse to tell, or if the
@@ -321,8 +342,14 @@ def check_model_gradient(
         raise ProofError(
             "model_gradient", "the gradient of a drawn sum of log-probs is not finite", _CAUSE, _FIX
         )
-    vanishes = directions.scale(names) < _VANISHES
-    step = _CHANGE / max(directions.scale(names), 1.0)
+    scale = directions.scale(names)
+    vanishes = scale < _VANISHES
+    if not vanishes and not rounds_products(torch.float32):
+        single = directions.compare(drawn_sum, names, _CHANGE_SINGLE / max(scale, 1.0), torch.float32)
+        if single.error <= _CLEAR * limit:
+            return single.error
+    change = _CHANGE if drawn_sum.wide == torch.float64 else _CHANGE_SINGLE
+    step = change / max(scale, 1.0)
     first = directions.compare(drawn_sum, names, step)
     if vanishes and np.abs(first.due).max() < _VISIBLE:
         return None
@@ -332,7 +359,7 @@ def check_model_gradient(
     if first.error <= limit:
         return first.error
     at = int(np.abs(first.found - first.due).argmax())
-    where = _first_wrong(directions, drawn_sum, step, limit)
+    where = _first_wrong(directions, drawn_sum, step, limit) if place else "not searched"
     raise ProofError(
         "model_gradient",
         f"along a drawn direction the backward gives a slope of {first.found[at]:.6g}; a plain forward in "

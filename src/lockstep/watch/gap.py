@@ -8,8 +8,9 @@ engine reported, and no such token is missing; with `max_staleness`, this holds 
 weights have sampled (docs/reference/methods.md#generations-ahead).
 Does not show: a difference below rounding (`version` detects a sync that was skipped); tokens without a gradient in
 rollouts that were not drawn (docs/internals/proof.md#groups-without-a-gradient); in half precision, a wrong mean in
-fewer than 256 tokens.
-When: every step, before the optimizer; in half precision the means once 256 tokens have come together.
+fewer than 256 tokens, and another temperature of at most 2 % in 512.
+When: every step, before the optimizer; in half precision the means once 256 tokens have come together, and the signed
+gap's slope once there are 512 tokens of 24 prompts.
 """
 
 from __future__ import annotations
@@ -231,6 +232,103 @@ def gap_error(
         cause,
         f"{fix}. Do not raise the tolerance before the cause is known: the step would be taken on wrong data",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class GapSlope:
+    """Sums for the slope of the signed gap g on u = log p + entropy, in which a systematic difference shows.
+
+    Rounding has every sign, so its slope is near 0 however large each gap is. A distribution at (1 + δ) times the
+    temperature, or with its logits scaled, has the slope −δ: the mean of |g| may hide that in half precision.
+
+    The tokens of one prompt are not independent: the same token after the same text has the same rounding. So the
+    standard error is one of sums over prompts (A of g × u, B of u²).
+
+    Attributes:
+        products, squares: sums of g × u and of u² over tokens.
+        own_products, own_both, own_squares: sums of A², A × B and B² over prompts.
+    """
+
+    tokens: int = 0
+    prompts: int = 0
+    products: float = 0.0
+    squares: float = 0.0
+    own_products: float = 0.0
+    own_both: float = 0.0
+    own_squares: float = 0.0
+
+    @property
+    def slope(self) -> float:
+        return self.products / self.squares if self.squares > 0 else 0.0
+
+    @property
+    def error(self) -> float:
+        """The standard error of the slope."""
+        if not self.squares > 0:
+            return 0.0
+        own = self.own_products - 2 * self.slope * self.own_both + self.slope**2 * self.own_squares
+        return math.sqrt(max(own, 0.0)) / self.squares
+
+    def __add__(self, other: GapSlope) -> GapSlope:
+        names = self.__slots__
+        return GapSlope(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+def measure_slope(
+    gap: NDArray[np.float64], surprises: NDArray[np.float64], prompts: Sequence[str], lengths: Sequence[int]
+) -> GapSlope:
+    """The sums of N tokens of several requests, one request after the other.
+
+    Args:
+        gap, surprises: (N,) g, and log p + entropy by the policy.
+        prompts: name of each request's prompt.
+        lengths: number of tokens of each request; they add up to N.
+    """
+    if not len(gap):
+        return GapSlope()
+    names = list(dict.fromkeys(prompts))
+    owners = np.repeat([names.index(name) for name in prompts], lengths)
+    products = np.bincount(owners, gap * surprises, len(names))
+    squares = np.bincount(owners, surprises * surprises, len(names))
+    return GapSlope(
+        len(gap),
+        len(set(owners.tolist())),
+        float(products.sum()),
+        float(squares.sum()),
+        float(products @ products),
+        float(products @ squares),
+        float(squares @ squares),
+    )
+
+
+# How many standard errors beyond its limit a slope must be, and the tokens and prompts from which on it is judged.
+# After the last number of tokens a new sum begins, so that a fault that begins late is not diluted.
+_ERRORS, _TOKENS, _PROMPTS, _MOST = 6.0, 512, 24, 16_384
+
+
+class PooledSlope:
+    """The slope over the generations of a run; `now` has the sums."""
+
+    def __init__(self) -> None:
+        self.now = GapSlope()
+
+    def check(self, slope: GapSlope, limit: Tolerance, version: int) -> None:
+        """Add a generation, and check the slope of all."""
+        self.now = (GapSlope() if self.now.tokens > _MOST else self.now) + slope
+        found, error = self.now.slope, self.now.error
+        enough = self.now.tokens >= _TOKENS and self.now.prompts >= _PROMPTS
+        # `not` instead of `>`, so that NaN fails.
+        if enough and not abs(found) - _ERRORS * error <= limit.slope:
+            raise ProofError(
+                "gap",
+                f"at version {version} the signed gap grows with how likely a token is: its slope on log p + entropy "
+                f"is {found:+.3f} ± {error:.3f} over {self.now.tokens} tokens (limit {limit.slope:g}, beyond "
+                f"{_ERRORS:g} standard errors)",
+                f"the engine's distribution is {'flatter' if found < 0 else 'sharper'} than the policy's, as at "
+                f"{1 / (1 + max(found, -0.9)):.2f} times the temperature: another temperature, or another scale of "
+                "logits or attention, on one side",
+                "compare temperature, logit scale, attention scale and soft-capping of both sides",
+            )
 
 
 # Weight of the prior: the estimate starts as if this many tokens with the dtypes' widest tail had been measured.

@@ -21,7 +21,8 @@ from lockstep.learn.experts import chosen_experts, experts_per_token, has_router
 from lockstep.models.adapters import causal_model
 from lockstep.models.arithmetic import Precision
 from lockstep.watch.gap import GapStats, gap_error, measure_gap, over_limits
-from lockstep.watch.modules import ModuleProbe
+from lockstep.watch.held_weights import HeldRecord, HeldWeights, cause_of
+from lockstep.watch.modules import ModuleProbe, ProbeRecord
 from lockstep.watch.plain_forward import in_precision, sampled_logps
 from lockstep.watch.tolerances import Tolerance
 
@@ -39,11 +40,11 @@ class ExplainedGap:
         engine: Engine,
         distribution: Distribution,
         precision: Precision,
-        probe: Callable[[], ModuleProbe],
+        probes: Callable[[], tuple[ModuleProbe, HeldWeights]],
         *,
         stale_by_design: bool,
     ) -> None:
-        self._model, self._engine, self._probe = model, engine, probe
+        self._model, self._engine, self._probes = model, engine, probes
         self._distribution, self._precision = distribution, precision
         self._stale_by_design = stale_by_design
 
@@ -59,7 +60,7 @@ class ExplainedGap:
                 chosen,
                 self._distribution,
                 self._precision,
-                self._probe(),
+                self._probes(),
                 version,
                 limit,
                 stale_by_design=self._stale_by_design,
@@ -163,7 +164,7 @@ class GapParts:
 
 @dataclass(frozen=True, slots=True)
 class Decomposition:
-    """An explained gap: its parts, the layers that a full module probe found, the likely cause, and what to do."""
+    """An explained gap: its parts, the layers that the full probes found, the likely cause, and what to do."""
 
     parts: GapParts
     layers: tuple[str, ...]
@@ -205,7 +206,7 @@ def decompose(
     completions: Sequence[Completion],
     distribution: Distribution,
     precision: Precision,
-    probe: ModuleProbe,
+    probes: tuple[ModuleProbe, HeldWeights],
     version: int,
     limit: Tolerance,
     *,
@@ -247,18 +248,21 @@ def decompose(
     others = {name: mean_gap(other_scores(other), fresh) for name, other in distribution.others().items()}
     likeliest = min(others, key=lambda name: others[name], default="")
     raw = others.get(likeliest)
-    probed = probe.measure(version, every=True)
-    layers = tuple(probed.failed)
+    probed, held = probes[0].measure(version, every=True), probes[1].compare(version, every=True)
+    layers = tuple(probed.failed) or held.differing
     gap, stale = mean_gap(own, fresh), 0.0 if stale_by_design else mean_gap(own, ~fresh)
     explained = raw is not None and raw < _EXPLAINS * gap
-    # Another dtype can be the cause only if no layer, or only the output head, differs.
-    dtypes = {} if explained or len(layers) > 1 else _other_precisions(precision)
+    again = None if layers or explained else _answers_again(model, engine, completions, precision)
+    agrees = again is not None and again <= limit.mean and again < _EXPLAINS * gap
+    # Another dtype can be the cause only if no layer differs, or in fp32 only the output head. And the engine would
+    # compute in it again. In half precision the numbers of a head are the same in any dtype.
+    weights = len(layers) > (0 if limit.is_coarse else 1)
+    dtypes = {} if explained or weights or agrees else _other_precisions(precision)
     gaps = {name: mean_gap(scores(how), fresh) for name, how in dtypes.items()}
     nearest = min(gaps, key=lambda name: gaps[name], default="")
     parts = split_gap(gap, stale, limit, raw=raw, other_dtype=gaps.get(nearest))
-    again = None if layers or explained else _answers_again(model, engine, completions, precision)
-    shown = any(c.pictures is not None for c in completions)
-    cause, fix = _reading(parts, nearest, likeliest, layers, probed.servers, again, limit, pictures=shown)
+    shown = any(c.pictures for c in completions)
+    cause, fix = _reading(parts, nearest, likeliest, (probed, held), again, limit, pictures=shown)
     if not layers and not explained and parts.staleness <= max(parts.numerics, parts.defect):
         routed = routing_differences(model, completions, precision)
         cause, fix = (cause + _ROUTED[0].format(routed), fix + _ROUTED[1]) if routed else (cause, fix)
@@ -295,7 +299,7 @@ def _answers_again(
 
     None: there is no room for another token, or there are pictures, which `Engine.score` does not take.
     """
-    if any(c.pictures is not None for c in completions):
+    if any(c.pictures for c in completions):
         return None
     try:
         paths = {str(c.key): (*c.prompt_ids.tolist(), *c.token_ids.tolist()) for c in completions}
@@ -319,8 +323,7 @@ def _reading(
     parts: GapParts,
     nearest: str,
     other: str,
-    layers: tuple[str, ...],
-    servers: tuple[str, ...],
+    found: tuple[ProbeRecord, HeldRecord],
     again: float | None,
     limit: Tolerance,
     *,
@@ -337,13 +340,19 @@ def _reading(
             f"the engine's log-probs are those of {other}, but the run asks for another one",
             "start the engine with logprobs_mode=processed_logprobs and without sampling settings of its own",
         )
-    if layers:
-        where = f" at {', '.join(servers)}" if servers else ""
+    probed, held = found
+    again_pushed = (
+        "push the weights again; if it happens again, report the model, this layer and the engine's version"
+    )
+    if probed.failed and held.older is None:
+        where = f" at {', '.join(probed.servers)}" if probed.servers else ""
         return (
-            f"the engine{where} computes with other weights than the trainer in {len(layers)} places, "
-            f"{layers[0]} worst",
-            "push the weights again; if it happens again, report the model, this layer and the engine's version",
+            f"the engine{where} computes with other weights than the trainer in {len(probed.failed)} places, "
+            f"{probed.failed[0]} worst",
+            again_pushed,
         )
+    if held.differing:
+        return cause_of(held), again_pushed
     if parts.staleness > parts.defect:
         return (
             "tokens were sampled by older weights than the policy's",
@@ -374,7 +383,7 @@ def routing_differences(
     """
     inner = causal_model(model)
     same = precision.dtype_of(model) == inner.dtype
-    if same or not has_routers(inner) or any(c.pictures is not None for c in completions):
+    if same or not has_routers(inner) or any(c.pictures for c in completions):
         return None
     differing = pairs = 0
     for c in completions:

@@ -121,7 +121,7 @@ class GivenRows:
             ids = self._encoded(form) if isinstance(form, str) else self._rendered(form, tools)
             if ids is None:
                 continue
-            if shown is not None:
+            if shown:
                 ids = with_picture_ids(ids, shown.placeholder, shown.pictures)
             if ids.tolist() == prompt.ids.tolist():
                 return True

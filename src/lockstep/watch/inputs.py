@@ -223,7 +223,7 @@ class Row(Protocol):
     @property
     def columns(self) -> Mapping[str, Any]: ...
     @property
-    def pictures(self) -> PromptPictures | None: ...
+    def pictures(self) -> PromptPictures: ...
 
 
 def data_digest(rows: Iterable[Row]) -> str:
@@ -233,8 +233,7 @@ def data_digest(rows: Iterable[Row]) -> str:
         digest.update(row.prompt_id.encode())
         digest.update(row.ids.tobytes())
         digest.update(json.dumps([row.source, dict(row.columns)], default=_text, sort_keys=True).encode())
-        if row.pictures is not None:
-            digest.update("".join(row.pictures.digests).encode())
+        digest.update("".join(row.pictures.digests).encode())
     return digest.hexdigest()
 
 

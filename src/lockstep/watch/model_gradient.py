@@ -10,13 +10,15 @@ with itself, computed again.
 
 Proof `model_gradient`.
 Shows: the trainer's backward, from log-probs, entropies and values to every trained tensor, gives the slopes of a
-plain float64 forward; what a drawn part of the step adds to `.grad`, through all hooks and before the clip, gives the
-slope of a plain float32 forward, and in doubt of a float64 forward (docs/internals/proof.md#the-models-own-backward).
-Does not show: other sequences than the drawn ones; in half precision, what costs less than 0.4 of the gradient and
-happens under autocast only, and one wrong layer of a large model that no hook shows, before the next 50th step;
-sharded models, 4-bit weights and DoRA, where the receipt counts the checks that were not made.
-When: a drawn sum at the first step of a run or a resume, and at every 50th step; a part of the step itself at every
-tenth step, so at the latest after 10 steps.
+plain forward in float32, in doubt in float64: over a whole completion with its prompt, in a pack of the step, on every
+rank; from a critic's values alone too; and for what a drawn part of the step adds to `.grad`, through all hooks and
+before the clip (docs/internals/proof.md#the-models-own-backward).
+Does not show: other sequences than the drawn ones; a fault of less than 0.05 of the gradient, such as one tensor of
+400; in half precision, less than 0.4 that happens under autocast only, or beyond half a pack's positions; pictures, and
+more than parts of completions with them; sharded models, 4-bit weights and DoRA, where the receipt counts the checks
+that were not made.
+When: a whole completion at the first step of a run or a resume, and at every 50th step, so at the latest after 50
+steps; a critic also as soon as it is not 0; a part of the step at every tenth step.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +39,7 @@ from lockstep.config.run import OnlineConfig
 from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.devices import on_host, sent
+from lockstep.devices import on_host
 from lockstep.errors import LockstepError, ProofError
 from lockstep.learn.pack import Pack, units_of
 from lockstep.learn.scoring import TokenScores
@@ -45,7 +47,8 @@ from lockstep.learn.sequence import TrainingSequence
 from lockstep.learn.update import Policy
 from lockstep.models.quantised import is_quantised
 from lockstep.shards.model import sharded
-from lockstep.tokens.arrays import filled, places_of, whole_numbers
+from lockstep.tokens.arrays import filled, whole_numbers
+from lockstep.watch.drawn_sums import Drawn, Gradients, Used, budget, parts, whole
 from lockstep.watch.finite_differences import (
     Added,
     Directions,
@@ -66,8 +69,8 @@ EVERY_SUM = 50
 # The part of a limit over which a comparison in float32 is made again in float64. In half precision a common factor
 # of all gradients is off by some hundredths. In single precision rounding falls with the root of the number of tensors.
 _DOUBT_HALF, _DOUBT_SINGLE, _TENSORS = 0.25, 0.125, 20
-# Completions of a drawn sum, and ids of each: the end of its prompt, and the beginning of the completion.
-_COMPLETIONS, _PROMPT, _IDS = 2, 32, 12
+# The names of the critic's tensors begin so.
+_HEAD = "value_head."
 # Drawn sums, if the gradient of the first one in half precision is over the limit.
 _DRAWS = 5
 
@@ -106,7 +109,7 @@ class ModelGradient:
 
     def forget(self) -> None:
         """Start again: the next step is a first one."""
-        self._is_first, self.part, self._unproven = True, None, ""
+        self._is_first, self._values_wait, self.part, self._unproven = True, True, None, ""
 
     def is_due(self, step: int) -> bool:
         """Whether a part of the step after `step` steps is checked. All ranks give the same answer."""
@@ -128,12 +131,12 @@ class ModelGradient:
             step: number of steps before this one.
         """
         self.part = None
-        due = self.is_due(step)
-        if not sequences or not (self._is_first or due):
+        due, of_values = self.is_due(step), policy.critic is not None and self._values_wait
+        if not sequences or not (self._is_first or due or of_values):
             return Checked({})
         named = self._named()
         if why := _not_provable(policy, named):
-            self._is_first = False
+            self._is_first = self._values_wait = False
             return Checked({}, self._say(why))
         # Another proof (`accumulation`) must find a gradient that is left from an earlier step.
         if any(map(bool, on_host([p.grad.any() for p in named.values() if p.grad is not None]))):
@@ -142,10 +145,14 @@ class ModelGradient:
         if due and (part := draw_part(learned, np.random.default_rng((*seed, 1)))):
             names = frozenset(s.name for s in part)
             self.part = CheckedPart(names, named, self._distribution(policy), (*seed, 2))
-            if not self._is_first and (step + self._config.seed) % EVERY_SUM:
-                return Checked({})
+        of_all = self._is_first or (
+            due and (self.part is None or (step + self._config.seed) % EVERY_SUM == 0)
+        )
         self._is_first = False
-        return self._sum_checked(policy, sequences, named, step)
+        found = self._sum_checked(policy, sequences, named, step) if of_all else Checked({})
+        if policy.critic is not None and (of_all or of_values):
+            found = _both(found, self._values_checked(policy, sequences, named, step))
+        return found
 
     def finish(self, policy: Policy, sequences: Sequence[TrainingSequence], step: int) -> Checked:
         """After a step's last backward, before gradients are clipped: check what the drawn part has added to them."""
@@ -188,11 +195,12 @@ class ModelGradient:
 
         Under autocast the part is also computed without it, and compared with the slope of the plain forward.
         """
-        with self._gradients(policy, sequences, drawn_sum.coefficients, added.named):
+        drawn = Drawn(sequences, sequences, drawn_sum.coefficients)
+        with self._gradients(policy, drawn):
             error = check_repeated(added, added.read_again(), drawn_sum, _DOUBT_HALF * limit)
         if self._autocast(policy) is not None:
             exactly = replace(policy, autocast=nullcontext)
-            with self._gradients(exactly, sequences, drawn_sum.coefficients, added.named):
+            with self._gradients(exactly, drawn):
                 exact = added.read_again()
             if self._computed(lambda: check_added(exact, drawn_sum, gradient_limit(torch.float32))) is None:
                 return None
@@ -209,7 +217,7 @@ class ModelGradient:
 
     def _named(self) -> dict[str, torch.nn.Parameter]:
         return {
-            f"value_head.{name}" if i else name: p
+            f"{_HEAD}{name}" if i else name: p
             for i, module in enumerate(self._trained())
             for name, p in module.named_parameters()
             if p.requires_grad
@@ -223,10 +231,36 @@ class ModelGradient:
         step: int,
     ) -> Checked:
         """Check the gradient of a drawn sum of scores. No trained tensor may hold a gradient."""
-        error = self._error(policy, sequences, named, (self._config.seed, step, self._rank))
+        seed, used = (
+            (self._config.seed, step, self._rank),
+            Used(True, self._entropies, policy.critic is not None),
+        )
+        error = self._error(policy, sequences, named, seed, used)
         if error is None:
             return Checked({}, self._unproven)
         return Checked({"checked/model_gradient_error": error})
+
+    def _values_checked(
+        self,
+        policy: Policy,
+        sequences: Sequence[TrainingSequence],
+        named: Mapping[str, torch.nn.Parameter],
+        step: int,
+    ) -> Checked:
+        """Check the gradient of the critic's values in the tensors of the model, as soon as the head is not 0.
+
+        It may be small beside that of log-probs, so it has a sum of its own.
+        """
+        assert policy.critic is not None
+        self._values_wait = not _size(policy.critic)
+        if self._values_wait:
+            return Checked({})
+        trunk = {n: p for n, p in named.items() if not n.startswith(_HEAD)}
+        seed = (self._config.seed, step, self._rank, 3)
+        error = self._error(policy, sequences, trunk, seed, Used(logps=False, values=True))
+        if error is None:
+            return Checked({}, self._unproven)
+        return Checked({"checked/value_gradient_error": error})
 
     def _error(
         self,
@@ -234,34 +268,45 @@ class ModelGradient:
         sequences: Sequence[TrainingSequence],
         named: Mapping[str, torch.nn.Parameter],
         seed: tuple[int, ...],
+        used: Used,
     ) -> float | None:
         # The limit is narrow without autocast. Then the gradient with autocast is compared with the one without it.
         autocast = self._autocast(policy)
-        exactly = policy if autocast is None else replace(policy, autocast=nullcontext)
-        limit = self._limit(policy)[0] if autocast is None else gradient_limit(torch.float32)
-        error, chosen, factors, exact = self._exact_error(exactly, sequences, named, seed, limit)
+        most = budget(self._config)
+        texts = [i for i, s in enumerate(sequences) if not s.pictures]
+        if autocast is None:
+            drawing = self._drawing(policy, sequences, used, texts, most)
+            return self._exact_error(policy, drawing, named, seed, self._limit(policy)[0])[0]
+        exactly, limit = replace(policy, autocast=nullcontext), gradient_limit(torch.float32)
+        narrow = [i for i in texts if len(sequences[i].path) <= most // 2]
+        drawing = self._drawing(policy, sequences, used, narrow, most // 2)
+        error, drawn, exact = self._exact_error(exactly, drawing, named, seed, limit)
         # Under autocast, rounding may send a token to another expert, which then gets its gradient.
-        if autocast is None or any(".experts." in name for name in named):
+        if any(".experts." in name for name in named):
             return error
-        limit, distances = gradient_limit(autocast), [self._distance(policy, chosen, factors, exact)]
+        limit, distances = gradient_limit(autocast), [self._distance(policy, drawn, exact)]
         for number in range(1, _DRAWS) if limit < distances[0] < math.inf else ():
             again = (*seed, number)
-            chosen, factors = self._draw(policy, sequences, again)
-            with self._gradients(exactly, chosen, factors, named):
+            drawn = drawing(again)
+            with self._gradients(exactly, drawn):
                 exact = Directions(named, again)
-            distances.append(self._distance(policy, chosen, factors, exact))
+            distances.append(self._distance(policy, drawn, exact))
         check_computed_gradient(distances, limit)
+        if longer := [i for i in texts if i not in narrow]:
+            # What has no room without autocast is compared with it, in the wide limit.
+            drawing = self._drawing(policy, sequences, used, longer, most)
+            self._exact_error(policy, drawing, named, (*seed, _DRAWS), limit)
         return error
 
     def _exact_error(
         self,
         policy: Policy,
-        sequences: Sequence[TrainingSequence],
+        drawing: Callable[[tuple[int, ...]], Drawn],
         named: Mapping[str, torch.nn.Parameter],
         seed: tuple[int, ...],
         limit: float,
-    ) -> tuple[float | None, list[TrainingSequence], torch.Tensor, Directions]:
-        """The error of a drawn sum, its sequences, their factors, and its gradient.
+    ) -> tuple[float | None, Drawn, Directions]:
+        """The error of a drawn sum, the sum, and its gradient.
 
         Rounding may now and then add up in the gradients of a few tensors, in float32 too (SmolLM2-135M after 250
         steps: 0.05 in one of some 30 sums, 0.003 to 0.02 in the others). A fault is there in most sums. So the
@@ -271,44 +316,59 @@ class ModelGradient:
         error: float | None = None
         for number in range(_DRAWS):
             again = (*seed, number) if number else seed
-            chosen, factors = self._draw(policy, sequences, again)
-            completions = [completion_of(s) for s in chosen]
+            drawn = drawing(again)
+            completions = [completion_of(s) for s in drawn.chosen]
             drawn_sum = DrawnSum(
-                policy.model, policy.critic, completions, factors, self._distribution(policy)
+                policy.model, policy.critic, completions, drawn.factors, self._distribution(policy)
             )
-            with self._gradients(policy, chosen, factors, named):
+            with self._gradients(policy, drawn):
                 exact = Directions(named, again)
+                # The place of a fault costs as much as the check, and only the last failure is told.
+                last = len(failed) == _DRAWS // 2
+                check = partial(check_model_gradient, drawn_sum, named, again, limit, place=last)
                 try:
-                    error = self._computed(partial(check_model_gradient, drawn_sum, named, again, limit))
+                    error = self._computed(check)
                 except ProofError as found:
                     failed.append(found)
             if failed and (len(failed) > _DRAWS // 2 or not exact.is_finite):
-                raise failed[0]
+                raise failed[-1]
             if not failed or number + 1 - len(failed) > _DRAWS // 2:
                 break
-        return error, chosen, factors, exact
+        return error, drawn, exact
 
-    def _draw(
-        self, policy: Policy, sequences: Sequence[TrainingSequence], seed: tuple[int, ...]
-    ) -> tuple[list[TrainingSequence], torch.Tensor]:
-        """Drawn sequences, cut, and the (3, N) factors of their log-probs, entropies and values."""
-        draws = np.random.default_rng(seed)
-        chosen = [_cut(s) for s in _pair(sequences, draws)]
-        if self._limit(policy)[1] and self._distribution(policy).is_tempered_only:
-            # Ids of pictures stand for their pixels, which other texts do not have.
-            texts = [s for s in sequences if s.pictures is None] or chosen
-            ids = np.unique(np.concatenate([own for s in texts for own in (s.prompt_ids, s.completion_ids)]))
-            chosen = [s.but(completion_ids=draws.choice(ids, len(s.completion_ids))) for s in chosen]
-        size = sum(s.length for s in chosen)
-        used = (True, self._entropies, policy.critic is not None)
-        signs = draws.integers(0, 2, (3, size)) * 2.0 - 1.0
-        return chosen, torch.from_numpy(signs * np.array(used)[:, None] / np.sqrt(size * sum(used)))
+    def _drawing(
+        self,
+        policy: Policy,
+        sequences: Sequence[TrainingSequence],
+        used: Used,
+        places: Sequence[int],
+        most: int,
+    ) -> Callable[[tuple[int, ...]], Drawn]:
+        """What draws the sums of one check, by a seed.
 
-    def _distance(
-        self, policy: Policy, chosen: Sequence[TrainingSequence], factors: torch.Tensor, exact: Directions
-    ) -> float:
+        Args:
+            places: of the sequences that may be chosen whole; empty: parts of any of them are.
+            most: number of positions for which there is room.
+        """
+        # Ids of pictures stand for their pixels, which other texts do not have.
+        texts = [s for s in sequences if not s.pictures]
+        size = _size(policy.critic) if policy.critic is not None and not used.logps else 1.0
+
+        def draw(seed: tuple[int, ...]) -> Drawn:
+            draws = np.random.default_rng(seed)
+            packed, chosen = whole(sequences, places, most, draws) if places else parts(sequences, draws)
+            drawn = Drawn.over(packed, chosen, used, size, draws)
+            if self._limit(policy)[1] and self._distribution(policy).is_tempered_only:
+                own = texts or chosen
+                ids = np.unique(np.concatenate([i for s in own for i in (s.prompt_ids, s.completion_ids)]))
+                drawn = drawn.with_other_ids(ids, draws)
+            return drawn
+
+        return draw
+
+    def _distance(self, policy: Policy, drawn: Drawn, exact: Directions) -> float:
         """How far the gradient of a drawn sum is from the exact one, in sizes of the exact one."""
-        with self._gradients(policy, chosen, factors, exact.named):
+        with self._gradients(policy, drawn):
             return exact.distance()
 
     def _computed(self, compute: Callable[[], float | None]) -> float | None:
@@ -335,14 +395,8 @@ class ModelGradient:
             _logger.warning(f"the model's backward is not proven at this step: {why}")
         return why
 
-    def _gradients(
-        self,
-        policy: Policy,
-        sequences: Sequence[TrainingSequence],
-        factors: torch.Tensor,
-        named: Mapping[str, torch.nn.Parameter],
-    ) -> Any:
-        return _Gradients(policy, sequences, factors, named, self._config, entropies=self._entropies)
+    def _gradients(self, policy: Policy, drawn: Drawn) -> Gradients:
+        return Gradients(policy, drawn, self._named(), self._config, entropies=self._entropies)
 
     def _distribution(self, policy: Policy) -> Distribution:
         config = self._config
@@ -352,41 +406,13 @@ class ModelGradient:
         return replace(found, sampling=replace(found.sampling, temperature=config.temperature))
 
 
-class _Gradients:
-    """A context in which the trained tensors hold the gradients of the drawn sum, as the trainer computes them."""
+def _size(critic: torch.nn.Module) -> float:
+    """The size of a value head's matrix: a head that is near 0 gives values near 0."""
+    return float(torch.stack([p.detach().norm() for p in critic.parameters() if p.ndim > 1]).norm())
 
-    def __init__(
-        self,
-        policy: Policy,
-        sequences: Sequence[TrainingSequence],
-        factors: torch.Tensor,
-        named: Mapping[str, torch.nn.Parameter],
-        config: OnlineConfig,
-        *,
-        entropies: bool,
-    ) -> None:
-        self._policy, self._sequences, self._factors = policy, sequences, factors
-        self._named, self._config, self._entropies = named, config, entropies
 
-    def __enter__(self) -> None:
-        lengths = [s.length for s in self._sequences]
-        names = [s.name for s in self._sequences]
-        factors_of = dict(zip(names, self._factors.split(lengths, 1), strict=True))
-        for pack in self._policy.packs(self._sequences, self._config):
-            scores = self._policy.score(pack, self._config, entropy_gradient=self._entropies)
-            # A pack may have another order.
-            own = torch.cat([factors_of[s.name] for s in pack.sequences], 1).to(scores.logps.dtype)
-            factors = sent(own, scores.logps.device)
-            total = (scores.logps * factors[0]).sum()
-            if self._entropies:
-                total = total + (scores.entropies * factors[1]).sum()
-            if scores.values is not None:
-                total = total + (scores.values * factors[2]).sum()
-            self._policy.backward(total)
-
-    def __exit__(self, *error: object) -> None:
-        for parameter in self._named.values():
-            parameter.grad = None
+def _both(one: Checked, other: Checked) -> Checked:
+    return Checked(one.figures | other.figures, one.unproven or other.unproven)
 
 
 def _not_provable(policy: Policy, named: Mapping[str, torch.nn.Parameter]) -> str:
@@ -425,28 +451,6 @@ def _set_aside(named: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
     finally:
         for name, parameter in named.items():
             parameter.grad = kept[name]
-
-
-def _pair(sequences: Sequence[TrainingSequence], draws: np.random.Generator) -> list[TrainingSequence]:
-    """A drawn sequence, and others of the same prompt if there are any: they share its positions in a pack."""
-    first = sequences[int(draws.integers(len(sequences)))]
-    same = [s for s in sequences if s is not first and np.array_equal(s.prompt_ids, first.prompt_ids)]
-    return [first, *same[: _COMPLETIONS - 1]]
-
-
-def _cut(sequence: TrainingSequence) -> TrainingSequence:
-    """The end of the prompt and the beginning of the completion, with at least one sampled id."""
-    places = places_of(sequence.sampled, len(sequence.completion_ids))
-    size = max(_IDS, int(places[0]) + 1)
-    kept = int((places < size).sum())
-    return TrainingSequence(
-        sequence.name,
-        sequence.prompt_ids[-_PROMPT:],
-        sequence.completion_ids[:size],
-        sequence.behaviour_logps[:kept],
-        sampled=None if sequence.sampled is None else sequence.sampled[:size],
-        kept_ids=None if sequence.kept_ids is None else sequence.kept_ids.part(0, kept),
-    )
 
 
 # Among so many drawn units of sequences, the shortest one is the part.
@@ -521,7 +525,7 @@ def draw_part(
     batches: Sequence[Sequence[TrainingSequence]], draws: np.random.Generator
 ) -> list[TrainingSequence]:
     """The shortest of some drawn units of sequences with a gradient and no pictures; empty if there is none."""
-    units = [unit for batch in batches for unit in units_of(batch) if all(s.pictures is None for s in unit)]
+    units = [unit for batch in batches for unit in units_of(batch) if not any(s.pictures for s in unit)]
     if not units:
         return []
     chosen = draws.permutation(len(units))[:_AMONG].tolist()

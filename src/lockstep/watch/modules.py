@@ -206,7 +206,7 @@ class ModuleProbe:
         module = self.modules.probed[name]
         weights = ((tensor, self._source.tensor(tensor)) for tensor in module.tensors)
         return self._form(module.quantization).digest(
-            (weight.T if self._transposed(tensor) else weight).to(self._dtype) for tensor, weight in weights
+            (weight.T if self.transposed(tensor) else weight).to(self._dtype) for tensor, weight in weights
         )
 
     def _form(self, scheme: str) -> HeldForm:
@@ -248,15 +248,15 @@ class ModuleProbe:
 
     def _all_outputs(self, module: ProbedModule) -> int:
         if module.kind == "experts":
-            return self._outputs(module, module.tensors[_PROJECTIONS - 1])
-        return sum(self._outputs(module, tensor) for tensor in module.tensors)
+            return self.outputs(module, module.tensors[_PROJECTIONS - 1])
+        return sum(self.outputs(module, tensor) for tensor in module.tensors)
 
-    def _outputs(self, module: ProbedModule, tensor: str) -> int:
+    def outputs(self, module: ProbedModule, tensor: str) -> int:
         """Number of outputs of a module that belong to one of its tensors."""
         shape = self._source.shape(tensor)
         if module.kind == "values":
             return shape.numel()
-        return shape[1] if self._transposed(tensor) else shape[0]
+        return shape[1] if self.transposed(tensor) else shape[0]
 
     def _by_tensor(
         self, module: ProbedModule, answer: torch.Tensor, seed: int, every: bool
@@ -276,7 +276,7 @@ class ModuleProbe:
         inputs = 2 if module.has_bias else 1
         if len(answer) != inputs * module.outputs:
             return [((tensor,), None) for tensor in module.tensors]
-        sizes = [self._outputs(module, tensor) for tensor in module.tensors]
+        sizes = [self.outputs(module, tensor) for tensor in module.tensors]
         pieces = answer.view(inputs, -1).split(sizes, dim=1)
         return [((tensor,), piece) for tensor, piece in zip(module.tensors, pieces, strict=True)]
 
@@ -300,13 +300,13 @@ class ModuleProbe:
             expected = self._cast(weight).flatten()
             return [_Compared(found[0], expected, expected)]
         draw = self._form(module.quantization).vector if module.quantization else probe_vector
-        vector = sent(draw(seed, module.name, self._inputs(tensor)), weight.device)
+        vector = sent(draw(seed, module.name, self.inputs(tensor)), weight.device)
         if module.kind == "embedding":
             rows = probe_rows(seed, module.name, len(weight), every=every)
             pieces = sent(rows, weight.device).split(PROBED_ROWS)
             expected = torch.cat([self._cast(weight[own]) @ vector for own in pieces])
             return [_Compared(found, expected, expected)]
-        if self._transposed(tensor):
+        if self.transposed(tensor):
             weight = weight.T
         elif not every and len(weight) > 2 * SAMPLED_ROWS:
             # One output per vocabulary entry is too many: a sample shows a stale head as well.
@@ -326,8 +326,9 @@ class ModuleProbe:
             return self._cast(rows)
         return self._form(module.quantization).values(rows.to(self._dtype))
 
-    def _inputs(self, tensor: str) -> int:
-        return self._source.shape(tensor)[0 if self._transposed(tensor) else 1]
+    def inputs(self, tensor: str) -> int:
+        """Number of inputs of a linear module that belong to one of its tensors."""
+        return self._source.shape(tensor)[0 if self.transposed(tensor) else 1]
 
     def _distance(self, pair: _Compared, own: Iterator[torch.Tensor]) -> float:
         """max over outputs of |engine − trainer|, minus the rounding of the output itself, ÷ rms(size).
@@ -341,7 +342,7 @@ class ModuleProbe:
         # A NaN would pass every comparison with a limit.
         return error if error == error else float("inf")
 
-    def _transposed(self, tensor: str) -> bool:
+    def transposed(self, tensor: str) -> bool:
         """Whether the trainer stores this weight as (inputs, outputs), as GPT-2 does."""
         return isinstance(self._source.owning_module(tensor), Conv1D)
 

@@ -26,7 +26,8 @@ from lockstep.contract.protocol import Completion
 from lockstep.contract.sampling import Sampling
 from lockstep.devices import sent
 from lockstep.errors import LockstepError, foreign_errors
-from lockstep.images.pictures import PromptPictures, model_inputs
+from lockstep.images.packs import model_inputs
+from lockstep.images.pictures import NO_PICTURES, PromptPictures
 from lockstep.models.adapters import causal_model, head_name
 from lockstep.models.arithmetic import Precision, head_dtype, transformed_logits
 from lockstep.models.policy import fp32_head_product
@@ -58,7 +59,7 @@ def completion_logps(
     sampling: Sampling | Distribution,
     precision: Precision = OWN_DTYPE,
     kept: KeptIds | None = None,
-    pictures: PromptPictures | None = None,
+    pictures: PromptPictures = NO_PICTURES,
 ) -> torch.Tensor:
     """(len(token_ids),) log-probs of a completion under the distribution that `sampling` describes.
 
@@ -100,7 +101,7 @@ def _tempered(
     tokens: list[int],
     temperature: float,
     precision: Precision,
-    pictures: PromptPictures | None,
+    pictures: PromptPictures,
 ) -> torch.Tensor:
     """`completion_logps` where only the temperature shapes the logits: many rows at a time, on the model's device."""
     targets, scores = torch.tensor(tokens), []
@@ -151,7 +152,7 @@ def logit_chunks(
     ids: Sequence[int],
     first: int,
     precision: Precision,
-    pictures: PromptPictures | None = None,
+    pictures: PromptPictures = NO_PICTURES,
 ) -> Iterator[torch.Tensor]:
     """(rows, V) float32 logits of all positions from `first` on, a few rows at a time."""
     inner = causal_model(model)
@@ -161,7 +162,7 @@ def logit_chunks(
     try:
         with nullcontext() if shards is None else shards.looking():
             with in_precision(inner, precision):
-                shown = {} if pictures is None else model_inputs([pictures], row)
+                shown = model_inputs([pictures], row)
                 hidden = inner.base_model(input_ids=row, use_cache=False, **shown).last_hidden_state[0]
                 hidden = hidden[first:]
             product = _head_product(model, precision)

@@ -1,4 +1,4 @@
-"""The proofs of a push: the probe of the engine's modules, and the canary.
+"""The proofs of a push: the probes of the engine's modules, and the canary.
 
 `PushWatch` proves the pushes that a run makes. `ProvenPusher` also makes them, for trainers that are not Lockstep's
 own.
@@ -34,6 +34,7 @@ from lockstep.models.arithmetic import Precision
 from lockstep.tokens.chat import embedding_rows
 from lockstep.watch.gap import GapStats, measure_gap
 from lockstep.watch.gap_explained import check_gap
+from lockstep.watch.held_weights import HeldRecord, HeldWeights, check_held
 from lockstep.watch.modules import ModuleProbe, ProbeRecord, check_probe
 from lockstep.watch.plain_forward import casting_once, completion_logps
 from lockstep.watch.tolerances import Tolerance, tolerance
@@ -95,10 +96,11 @@ Phase = Callable[[str], AbstractContextManager]
 
 @dataclass(frozen=True, slots=True)
 class PushProof:
-    """The record of one push, the results of its module probe, and the canary's gap if this push scored it."""
+    """The record of one push, the results of its probes, and the canary's gap if this push scored it."""
 
     push: SyncRecord
     probe: ProbeRecord
+    held: HeldRecord
     canary: GapStats | None
 
 
@@ -109,10 +111,12 @@ class PushExtension:
         push: sends the model as a version, instead of `push_weights`; None: `push_weights` sends it.
         source: the weights with which the engine's modules should compute (`ModuleProbe`); None: those that a push
             sends.
+        held: the weights that the engine's plain modules hold (`HeldWeights`); None: those that a push sends.
     """
 
     push: Callable[[int], SyncRecord] | None = None
     source: Callable[[PreTrainedModel], PlainSource] | None = None
+    held: Callable[[PreTrainedModel], PlainSource] | None = None
 
     def __init__(self, watch: PushWatch) -> None:
         self.watch = watch
@@ -188,7 +192,7 @@ class PushWatch:
         # The limits that follow from the dtypes alone.
         self.of_dtypes = tolerance(engine_dtype, precision.dtype_of(model))
         self._seed, self._phase = seed, phase
-        self._module_probe: ModuleProbe | None = None
+        self._probes: tuple[ModuleProbe, HeldWeights] | None = None
         self._probed: tuple[str, ...] = ()
         self._trusted = False
         self.every_module, self.canary = True, False
@@ -206,14 +210,24 @@ class PushWatch:
         return self.extension.limit_of_tokens(self.of_dtypes)
 
     @property
-    def module_probe(self) -> ModuleProbe:
-        """The probe of the engine's modules, made at its first use, and again when the engine has other servers."""
+    def probes(self) -> tuple[ModuleProbe, HeldWeights]:
+        """The probes of the engine's modules, made at their first use, and again when the engine has other servers."""
         members: tuple[str, ...] = getattr(self.engine, "members", ())
-        if self._module_probe is None or members != self._probed:
-            self._probed = members
-            source = self.extension.source
-            self._module_probe = ModuleProbe(self.model, self.engine, self.engine_dtype, source=source)
-        return self._module_probe
+        if self._probes is None or members != self._probed:
+            self._probed, made, of = members, self.extension, (self.model, self.engine)
+            probe = ModuleProbe(*of, self.engine_dtype, source=made.source)
+            self._probes = probe, HeldWeights(*of, probe, self.engine_dtype, source=made.held)
+        return self._probes
+
+    @property
+    def module_probe(self) -> ModuleProbe:
+        """The probe of what the engine's modules compute."""
+        return self.probes[0]
+
+    @property
+    def held_weights(self) -> HeldWeights:
+        """The exact probe of what the engine's modules hold."""
+        return self.probes[1]
 
     def distrust(self) -> None:
         """Send everything in the next push and probe every module: the engine was lost, or a proof has failed."""
@@ -231,9 +245,10 @@ class PushWatch:
         """The weights were pushed. Prove that the engine computes with them."""
         with self._phase("verify"):
             probe = self.probe(record.version, every_module=self.every_module)
+            held = self.compare_held(record.version, every_module=self.every_module)
             gap = self.score_canary(record.version) if self.canary else None
         self._trusted, self.every_module, self.canary = True, False, False
-        self.proof = PushProof(record, probe, gap)
+        self.proof = PushProof(record, probe, held, gap)
         return self.proof
 
     @foreign_errors("the modules of the engine could not be probed")
@@ -243,6 +258,13 @@ class PushWatch:
         record = self.module_probe.measure(seed, every=every_module)
         check_probe(record, version)
         self.extension.prove_modules(seed, version, every=every_module)
+        return record
+
+    @foreign_errors("the weights of the engine's modules could not be read")
+    def compare_held(self, version: int, *, every_module: bool = True) -> HeldRecord:
+        """Compare what the engine's modules hold with the model's current weights, to the bit."""
+        record = self.held_weights.compare(version, every=every_module)
+        check_held(record, version)
         return record
 
     @foreign_errors("the canary could not be scored")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
-from lockstep.files import append_line, replace_text, without_nan
+from lockstep.files import append_line, check_regular, from_json, replace_text, without_nan
 from lockstep.safe_text import without_secrets
 
 RECEIPT = "receipt.jsonl"
@@ -96,6 +96,7 @@ def check_receipt(path: Path) -> int:
 
 def read_log(path: Path) -> list[str]:
     """The lines of a log. Bytes that are no text become U+FFFD: such a line of the receipt does not fit its hash."""
+    check_regular(path)
     return [line for line in path.read_bytes().decode(errors="replace").split("\n") if line]
 
 
@@ -109,9 +110,9 @@ def check_chain(lines: list[str]) -> None:
     previous = _FIRST
     for number, line in enumerate(lines, start=1):
         try:
-            body = json.loads(line)
+            body = from_json(line)
             claimed = body.pop("hash")
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise InputError(f"receipt line {number} is not an entry of a receipt") from error
         if body.get("previous") != previous or claimed != _hash(body):
             raise InputError(
@@ -122,8 +123,8 @@ def check_chain(lines: list[str]) -> None:
 
 def _step_of(line: str, otherwise: int) -> int:
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        return int(from_json(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
         return otherwise
 
 

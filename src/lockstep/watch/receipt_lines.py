@@ -33,7 +33,11 @@ def start_line(
             "max": pusher.limit.largest(proof.canary.tokens),
             "module_probe": probed.limit,
         },
-        "modules": {"probed": probed.modules, "unreached": list(probed.unreached)},
+        "modules": {
+            "probed": probed.modules,
+            "unreached": list(probed.unreached),
+            "not_to_the_bit": list(pusher.held_weights.unreached),
+        },
         "canary": figures(proof.canary, pusher.limit),
         **_of_push(pusher),
         **more,
@@ -90,7 +94,11 @@ def figures(gap: GapStats, limit: Tolerance | None = None) -> dict[str, float]:
 
 
 def _of_push(pusher: PushWatch) -> dict[str, Any]:
-    """What the last probe has found, and what an extension of the push adds."""
+    """What the last probes have found, and what an extension of the push adds."""
     assert pusher.proof is not None
-    name, error = pusher.proof.probe.worst
-    return {"worst_module": {"name": name, "error": error}, **pusher.extension.receipt()}
+    (name, error), held = pusher.proof.probe.worst, pusher.proof.held
+    return {
+        "worst_module": {"name": name, "error": error},
+        "held_weights": {"modules": held.modules, "shares": held.shares, "of_shares": held.of_shares},
+        **pusher.extension.receipt(),
+    }

@@ -5,21 +5,25 @@ detect accidents: a file that is missing, cut, edited or of another checkpoint, 
 do not protect against somebody who rewrites the receipt too.
 
 Proof `checkpoint`.
-Shows: a run continues with the files, tensors, data, code, model files and settings with which it stopped.
+Shows: a run continues with the files, tensors, data, code, model files and settings with which it stopped. The files of
+a checkpoint hold the weights in memory (drawn tensors, 64 MiB each time). The best checkpoint is that of the best
+evaluation in the log, and `load_best_model_at_end` leaves its weights in memory.
 Does not show: files that a reward function reads; installed packages; values that the user's functions change, or
 that come from clock, chance or environment.
-When: every checkpoint, every resume (docs/internals/proof.md#checkpoints).
+When: every checkpoint, every resume (docs/internals/proof.md#checkpoints), and the end of a run that loads its best.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from safetensors import safe_open
@@ -85,12 +89,60 @@ def check_sealed(folder: Path, sealed: str) -> None:
         raise InputError(f"{TRAINER_STATE} of {folder.name} was changed, or is of another checkpoint")
 
 
-def check_loaded(folder: Path, memory: Mapping[str, str], taken_anew: Collection[str] = ()) -> None:
+def check_written(folder: Path, memory: Mapping[str, str], seed: tuple[int, ...]) -> None:
+    """Compare drawn tensors in the model files of a checkpoint with the digests of those in memory."""
+    policy = {name: digest for name, digest in memory.items() if name.startswith("policy.")}
+    wrong = [
+        f"{name} in {path.name}"
+        for path in sorted(folder.glob("*model*.safetensors"))
+        for name in _changed_tensors(path, policy, seed)
+    ]
+    if wrong:
+        raise ProofError(
+            "checkpoint",
+            f"{_listed(wrong)} of {folder.name} differ from the weights in memory",
+            "the save wrote other weights than those of the last step, or they changed while it wrote",
+            "let nothing but the trainer write the checkpoint's files, or change weights while they are saved",
+        )
+
+
+def check_best(
+    log: Sequence[Mapping[str, Any]], metric: str, found: float, step: int, *, greater_is_better: bool
+) -> None:
+    """Compare the best metric and its step with the evaluations in the trainer's log.
+
+    Without an entry of this step nothing is compared: the evaluation was the program's own, which logs nothing.
+
+    Args:
+        log: the entries of the scheduled evaluations, in their order.
+        metric: the name of the metric in them.
+    """
+    values = [(entry["step"], float(entry[metric])) for entry in log if metric in entry]
+    values = [(at, value) for at, value in values if value == value]
+    if step not in [at for at, _ in values]:
+        return
+    sign = 1.0 if greater_is_better else -1.0
+    due = max(values, key=lambda pair: sign * pair[1])
+    if due != (step, found):
+        raise ProofError(
+            "checkpoint",
+            f"the best checkpoint is said to be that of step {step} with {metric}={found:g}; the log has {due[1]:g} at "
+            f"step {due[0]}, and {'greater' if greater_is_better else 'smaller'} is better",
+            "something changed the trainer's state, or compared the metrics in the wrong direction",
+            "let nothing change trainer.state; otherwise this is a defect of Lockstep: report it",
+        )
+
+
+def check_loaded(
+    folder: Path, memory: Mapping[str, str], taken_anew: Collection[str] = (), only: str = ""
+) -> None:
     """Compare tensors in memory after a checkpoint was loaded with those that it was written from.
 
-    The user wants other values for the names in `taken_anew`, so that they are not compared.
+    The user wants other values for the names in `taken_anew`, so that they are not compared. Names begin with `only`.
     """
     wanted = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))["memory"]
+    wanted = {name: digest for name, digest in wanted.items() if name.startswith(only)}
+    memory = {name: digest for name, digest in memory.items() if name.startswith(only)}
     compared = (wanted.keys() | memory.keys()) - set(taken_anew)
     wrong = sorted(name for name in compared if wanted.get(name) != memory.get(name))
     if wrong:
@@ -139,14 +191,30 @@ def memory_digests(
     }
 
 
-def _changed_tensors(path: Path, memory: Mapping[str, str]) -> list[str]:
-    """Tensors of a file whose digests differ from those that the same names had in memory."""
+# Bytes of tensors that are read again of each file that was written.
+_READ_AGAIN = 64 * 2**20
+
+
+def _changed_tensors(path: Path, memory: Mapping[str, str], seed: tuple[int, ...] | None = None) -> list[str]:
+    """Tensors of a file whose digests differ from those that the same names had in memory; some of them by a seed."""
     if path.suffix != ".safetensors":
         return []
+    # PEFT leaves the name of the adapter out of its files.
     known = {name.partition(".")[2]: digest for name, digest in memory.items()}
+    known |= {name.replace(".default.", "."): digest for name, digest in known.items() if ".lora_" in name}
     try:
         with safe_open(path, framework="pt") as file:
-            return [n for n in file.keys() if n in known and tensor_digest(file.get_tensor(n)) != known[n]]  # noqa: SIM118
+            names = [name for name in file.keys() if name in known]  # noqa: SIM118
+            if seed is not None:
+                names = np.random.default_rng(seed).permutation(names).tolist()
+            changed, left = [], _READ_AGAIN if seed is not None else math.inf
+            for name in names:
+                if left <= 0:
+                    break
+                tensor = file.get_tensor(name)
+                left -= tensor.nbytes
+                changed += [name] if tensor_digest(tensor) != known[name] else []
+            return changed
     except BAD_FILES:
         # The file is not a safetensors file any more. Its digest has shown already that it was changed.
         return []

@@ -282,7 +282,7 @@ def count_seen(train: Sequence[Prompt], evaluation: Sequence[Prompt], *, tell: b
 
 def _content(prompt: Prompt) -> tuple[bytes, tuple[str, ...]]:
     """What two prompts have in common if a model cannot tell them apart."""
-    return prompt.ids.tobytes(), () if prompt.pictures is None else prompt.pictures.digests
+    return prompt.ids.tobytes(), prompt.pictures.digests
 
 
 def _wrong_evaluation(found: str) -> ProofError:

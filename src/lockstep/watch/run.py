@@ -371,7 +371,7 @@ class RunWatch:
         self, evidence: TokenEvidence, generation: Generation, step: int, *, record: bool = True
     ) -> None:
         """The gap and the draws of a whole generation, on the rank that holds the engine."""
-        found = evidence.gap, evidence.draws, evidence.kept_sets
+        found = evidence.gap, evidence.draws, evidence.kept_sets, evidence.slope
         self._engine.proofs.check(*found, generation, step, record=record)
 
     def _prove_backward(self, check: Callable[[int], Checked]) -> None:

@@ -35,6 +35,7 @@ class Tolerance:
         k3: limit on mean(exp(−g) − 1 + g).
         widest: the scale of the dtypes, where `tail` was measured in a run; 0: `tail` is that of the dtypes.
         seen: the largest |g| of the run's steps so far, in nats.
+        slope: limit on the slope of the signed gap on log p + entropy (`GapSlope`).
     """
 
     mean: float
@@ -42,6 +43,7 @@ class Tolerance:
     k3: float
     widest: float = 0.0
     seen: float = 0.0
+    slope: float = 0.02
 
     @property
     def is_coarse(self) -> bool:

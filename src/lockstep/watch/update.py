@@ -4,7 +4,7 @@ Every rank calls, around each optimizer step: `begin_step`, `gradients`, `clippe
 step are drawn at the end of the step before it, so that a change between two steps is seen as well.
 
 Proof `clipping`.
-Shows: drawn gradients at the optimizer are the ones before the clip times the right factor; the norm over all trained
+Shows: drawn gradients, and large ones, are the ones before the clip times the right factor; the norm over all trained
 tensors, summed a second time, is the norm of the clip.
 Does not show: other elements; for up to three steps, a wrong norm by which all gradients were clipped.
 When: every step; the norm at the first step and at one step in four (with sharded parameters at every step).
@@ -14,10 +14,11 @@ Shows: up to 32 drawn elements of *every* trained tensor, and their state, are w
 makes of the values and the state after the last step, the clipped gradient, the rate and the decay; every trained
 tensor is in the optimizer, and has a gradient within 10 steps. Formulas are of AdamW, Adam, SGD, RMSprop and Adagrad of
 torch, of Lion and AdamW of bitsandbytes in 32 bits, and of Adafactor.
-Does not show: elements that are not drawn. With an optimizer without a formula: only that tensors with a gradient move
-within 10 steps; the receipt and the report name it. In bf16 weights, a change below rounding: the run then names the
-tensors that stand still.
-When: every step; drawn again each time. With Adafactor the tensors follow each other, each within 10 steps.
+Does not show: other elements, such as 200 of a matrix whose gradients are not the largest. With an optimizer without a
+formula: only that tensors with a gradient move within 10 steps; the receipt and the report name it. In bf16 weights, a
+change below rounding: the run then names the tensors that stand still.
+When: every step; drawn again each time. The largest gradient of each 1/8,192 of the model (at least 16,384 elements)
+has its turn within 32 steps. With Adafactor the tensors follow each other, each within 10 steps.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ import torch
 from lockstep.devices import on_host
 from lockstep.errors import ProofError
 from lockstep.shards.model import first_element, is_sharded, local_part
-from lockstep.watch.elements import AccumulationProof, DrawnElements, check_still, read_all
+from lockstep.watch.elements import (
+    AccumulationProof,
+    DrawnElements,
+    LargestElements,
+    check_still,
+    read_all,
+)
 from lockstep.watch.factored_steps import FactoredSteps, has_factored_steps
 from lockstep.watch.optimizer_rules import Expected, OptimizerRule, Rates, State
 from lockstep.watch.optimizer_settings import OptimizerSettings
@@ -110,6 +117,7 @@ class UpdateProof:
         self._norm: float | None = None
         self._has_moved = self._said = False
         self._first = step
+        self._largest = LargestElements(self._trained, (seed, 3))
         self._draw(step)
 
     def _draw(self, step: int) -> None:
@@ -162,7 +170,9 @@ class UpdateProof:
         assert self._accumulation is not None
         self._accumulation.check(share(self._accumulation.added))
         gradients = [p.grad for p in self._trained]
-        self._unclipped = self._drawn.read(gradients)
+        pieces, largest = self._largest.of(gradients, self._step)
+        self._unclipped, *largest = on_host([self._drawn.values(gradients), *largest])
+        self._unclipped = self._unclipped.double()
         seen = self._of_tensors(self._unclipped != 0)
         # Ranks with parts of a tensor see other elements of it. They must add up the same tensors.
         is_due = self._step == self._first or (self._step + self._seed) % _NORM_EVERY == 0
@@ -172,12 +182,15 @@ class UpdateProof:
         self._norm = math.sqrt(sum(squares)) if whole else None
         silent = [not seen[i] and not square for i, square in enumerate(squares)]
         self._check_gradients(silent, learning=learning)
-        # Where a tensor has a gradient in few elements only, one of these is read beside the drawn ones.
+        # The largest elements are read beside the drawn ones, and where a tensor has a gradient in few, one of these.
         few = {i: g for i, g in enumerate(gradients) if g is not None and squares[i] > 0 and not seen[i]}
         found = map(int, on_host([some_nonzero(local_part(gradient)) for gradient in few.values()]))
-        places = {i: first_element(g) + place for (i, g), place in zip(few.items(), found, strict=True)}
+        places = [(i, first_element(g) + place) for (i, g), place in zip(few.items(), found, strict=True)]
+        within = torch.cat(largest).tolist() if largest else []
+        places += [(i, first + place) for (i, first), place in zip(pieces, within, strict=True)]
         self._sparse = DrawnElements.around(places, self._trained)
         self._sparse_kept = self._rule.read(self._sparse)
+        self._sparse_unclipped = self._sparse.read(gradients)
 
     def clipped(self, norm: float) -> None:
         """After gradients were clipped: the norm that the clip computed is that of the gradients before."""
@@ -200,8 +213,6 @@ class UpdateProof:
         gradients = [p.grad for p in self._trained]
         values = [drawn.values(gradients) for drawn in (self._drawn, self._sparse)]
         self._seen, self._sparse_seen = read_all(values)
-        by_tensor = [torch.finfo(p.dtype).eps for p in self._trained]
-        eps = torch.tensor(by_tensor, dtype=torch.float64)[self._drawn.owners]
         scale = 1.0
         if self._max_norm > 0:
             if self._norm is None:
@@ -213,15 +224,23 @@ class UpdateProof:
                     "remove an override of the trainer that leaves out the clip, or set max_grad_norm=0",
                 )
             scale = min(1.0, self._max_norm / (self._norm + 1e-6))
-        due = self._unclipped * scale
+        self._check_clipped(self._drawn, self._unclipped, self._seen, scale)
+        self._check_clipped(self._sparse, self._sparse_unclipped, self._sparse_seen, scale)
+
+    def _check_clipped(
+        self, drawn: DrawnElements, before: torch.Tensor, seen: torch.Tensor, scale: float
+    ) -> None:
+        by_tensor = [torch.finfo(p.dtype).eps for p in self._trained]
+        eps = torch.tensor(by_tensor, dtype=torch.float64)[drawn.owners]
+        due = before * scale
         # The clip's own norm may differ from this proof's by rounding.
-        wrong = ~((self._seen - due).abs() <= (2e-3 + 4 * eps) * due.abs() + 1e-30)
+        wrong = ~((seen - due).abs() <= (2e-3 + 4 * eps) * due.abs() + 1e-30)
         if bool(wrong.any()):
             at = int(wrong.nonzero()[0])
             raise ProofError(
                 "clipping",
-                f"the gradient of {self._name(self._drawn, at)} is {float(self._seen[at]):.6g} at the optimizer; "
-                f"{float(self._unclipped[at]):.6g} × {scale:.4g} = {float(due[at]):.6g} is right for a norm of "
+                f"the gradient of {self._name(drawn, at)} is {float(seen[at]):.6g} at the optimizer; "
+                f"{float(before[at]):.6g} × {scale:.4g} = {float(due[at]):.6g} is right for a norm of "
                 f"{self._norm or 0.0:.4g} and max_grad_norm={self._max_norm:g}",
                 "the gradients were not clipped, were clipped to another norm, or were changed afterwards",
                 "remove a callback or an override that changes gradients or clips them",

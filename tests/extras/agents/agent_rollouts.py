@@ -17,6 +17,7 @@ from lockstep.contract.sampling import Sampling
 from lockstep.extras.agents.agent_program import Agent, AgentProgram, Extensions
 from lockstep.extras.agents.request_fields import RunLimits
 from lockstep.extras.agents.web import Gateway
+from lockstep.images.prompts import PromptReader
 from lockstep.rollouts.driver import Driver, Start
 from lockstep.rollouts.group import Prompt, Rollout
 from lockstep.watch.custody import Record
@@ -139,7 +140,8 @@ class Runs:
         starts = [Start(row, RequestKey("p", i), seed + i, sampling) for i in range(count)]
         try:
             with Driver(self.engine, self.tokenizer, Record) as driver:
-                program = AgentProgram(Agent(function, command, timeout), gateway, extensions)
+                made, reader = Agent(function, command, timeout), PromptReader(self.tokenizer)
+                program = AgentProgram(made, gateway, extensions, reader)
                 found = driver.run(starts, program)
             self._after()
         finally:

@@ -53,7 +53,7 @@ def test_trls_trainer_learns_from_images(
     sample = engine.generate
 
     def counted(requests: Any, *rest: Any) -> Any:
-        seen.append([len(r.pictures.pictures) if r.pictures is not None else 0 for r in requests])
+        seen.append([len(r.pictures.pictures) for r in requests])
         return sample(requests, *rest)
 
     monkeypatch.setattr(engine, "generate", counted)
@@ -118,8 +118,8 @@ def test_each_picture_goes_to_the_rank_with_the_engine_once_and_unchanged(folder
     assert len(part["pictures"]) == 2
     placed = reader.placed(decode(encode(part)))
     assert [ids.tolist() for ids, _ in placed] == [list(ids) for ids in prompts]
-    assert placed[2][1] is None
-    shown = [own for _, own in placed if own is not None]
+    assert not placed[2][1]
+    shown = [own for _, own in placed if own]
     pixels = [
         processor.image_processor(images=[image], return_tensors="pt")["pixel_values"][0]
         for image in (one, two)

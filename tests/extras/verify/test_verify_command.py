@@ -33,6 +33,7 @@ ROWS = [
     "group layout",
     "repeated request",
     "module probe",
+    "held weights",
     "canary",
     "log-probs, T = 1",
     "log-probs, T = 0.7",

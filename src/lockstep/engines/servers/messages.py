@@ -118,7 +118,7 @@ def encoded(picture: Picture) -> str:
 def check_places(request: GenerationRequest, answer: Mapping[str, Any]) -> None:
     """Check that the server has put the same number of pictures into the prompt, at the same positions."""
     found = {kind: places for kind, places in (answer.get("mm_placeholders") or {}).items() if places}
-    expected = {} if request.pictures is None else {"image": _places(request.pictures)}
+    expected = {"image": _places(request.pictures)} if request.pictures else {}
     if found != expected:
         raise ProofError(
             "echo",
@@ -195,7 +195,7 @@ def _refusing_broken(read: Callable[[Any, Any, str, Any], T]) -> Callable[[Any, 
 def generation_body(request: GenerationRequest, name: str) -> dict[str, Any]:
     """The body of a generation request with a unique name. The server must already hold the request's pictures."""
     body = _body(request.prompt_ids.tolist(), name, sampling_fields(request))
-    return body if request.pictures is None else body | {"features": features(request.pictures)}
+    return body | {"features": features(request.pictures)} if request.pictures else body
 
 
 def pictures_body(
@@ -205,7 +205,6 @@ def pictures_body(
 
     If it is `first`, the server answers before the generation requests that wait: for servers that accept priorities.
     """
-    assert request.pictures is not None
     body = _body(request.prompt_ids.tolist(), name, {"max_tokens": 1, "detokenize": False})
     return body | {"features": features(request.pictures, sent)} | _priority(first)
 

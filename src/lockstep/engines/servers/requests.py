@@ -231,7 +231,7 @@ class ServerRequests:
 
     async def _send_pictures(self, request: GenerationRequest, server: ServerCalls, limit: float) -> None:
         """Send the pictures of a request that the server does not hold yet, and check what its workers have encoded."""
-        if request.pictures is None:
+        if not request.pictures:
             return
         sent, pieces = self.load(server).pictures, request.pictures.in_pieces
         async with sent.one_at_a_time(pieces):

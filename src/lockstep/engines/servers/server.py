@@ -27,9 +27,9 @@ from lockstep.contract.inbox import (
     check_scores,
     check_scoring,
 )
-from lockstep.contract.probe import EngineModules, ProbedModule, decode_floats
+from lockstep.contract.probe import EngineModules, HeldPart, ProbedModule, decode_floats
 from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
-from lockstep.contract.tensors import LoadedWeights
+from lockstep.contract.tensors import LoadedWeights, dtype_name
 from lockstep.engines.servers.calls import HOW_TO_START, ServerCalls
 from lockstep.engines.servers.messages import agreed_answers, loaded_by, one_acknowledgement
 from lockstep.engines.servers.requests import ServerRequests
@@ -198,18 +198,44 @@ class VLLMServer:
         return EngineModules(probed, tuple(dict.fromkeys(unreached)))
 
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
-        def outputs_of(number: int) -> dict[str, str]:
-            server = self._servers[number]
-            own = [name for name in names if name.rpartition("/")[0] == self.servers.name_of(number)]
-            arguments = json.dumps(own), str(seed), json.dumps(every), self.adapters.name or ""
+        def arguments(prefix: str) -> tuple[str, ...] | None:
+            own = [name for name in names if name.rpartition("/")[0] == prefix]
+            return (json.dumps(own), str(seed), json.dumps(every), self.adapters.name or "") if own else None
+
+        answers = self._agreed("lockstep_probe", arguments)
+        return {name: decode_floats(text) for name, text in answers.items()}
+
+    def held(self, parts: Sequence[HeldPart], dtype: torch.dtype, key: int | None) -> dict[str, str]:
+        # The servers do not know the URLs under which the trainer has their modules.
+        own = {part: part._replace(name=part.name.rpartition("/")[2]) for part in parts}
+
+        def arguments(server: str) -> tuple[str, ...] | None:
+            asked = [own[part] for part in parts if part.name.rpartition("/")[0] == server]
             return (
-                agreed_answers(server.workers("lockstep_probe", *arguments), f"the server at {server.url}")
-                if own
-                else {}
+                (json.dumps(asked), dtype_name(dtype), "" if key is None else f"{key:x}") if asked else None
             )
 
-        answers = self.servers.each_number(outputs_of)
-        return {name: decode_floats(text) for found in answers for name, text in found.items()}
+        return self._agreed("lockstep_held", arguments, prefixed=True)
+
+    def _agreed(
+        self, method: str, arguments: Callable[[str], Sequence[str] | None], *, prefixed: bool = False
+    ) -> dict[str, str]:
+        """The answers of all servers' workers.
+
+        Args:
+            arguments: gives those of a server, by its name; None: this server is not asked.
+            prefixed: whether a server's prefix is put before the names of its answers.
+        """
+
+        def answers_of(number: int) -> dict[str, str]:
+            server, given = self._servers[number], arguments(self.servers.name_of(number))
+            if given is None:
+                return {}
+            found = agreed_answers(server.workers(method, *given), f"the server at {server.url}")
+            return {(self._prefix(number) if prefixed else "") + name: text for name, text in found.items()}
+
+        found = self.servers.each_number(answers_of)
+        return {name: text for answers in found for name, text in answers.items()}
 
     def ask_workers(
         self, question: str, arguments: Callable[[str], Sequence[Any] | None]

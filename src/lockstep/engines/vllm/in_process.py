@@ -33,7 +33,7 @@ from lockstep.contract.inbox import (
     check_scores,
     check_scoring,
 )
-from lockstep.contract.probe import EngineModules
+from lockstep.contract.probe import EngineModules, HeldPart
 from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
 from lockstep.contract.sampling import GrammarCompiler
 from lockstep.contract.support import Bans
@@ -74,7 +74,7 @@ from lockstep.engines.vllm.port.requests import (
 from lockstep.engines.vllm.start import TransportChoice, WorkerProcesses, process_kept, start_vllm
 from lockstep.errors import InputError, LockstepError, ProofError, foreign_errors, told
 from lockstep.extensions import ADAPTERS, WORKERS, load
-from lockstep.images.pictures import PromptPictures
+from lockstep.images.pictures import NO_PICTURES, PromptPictures
 from lockstep.model_files import load_files
 from lockstep.models.policy import reads_pictures
 from lockstep.progress import busy, waiting
@@ -257,7 +257,7 @@ class VLLMInProcess:
                     filtered, adapter = request.sampling.is_filtered, self.adapters.name
                     try:
                         answer = completion(request.key, output, filtered=filtered, adapter=adapter)
-                        if request.pictures is not None:
+                        if request.pictures:
                             # vLLM does not report its pictures. The parity gap proves which pictures it has used.
                             answer = replace(answer, pictures=request.pictures)
                         inbox.answer(answer, [self._version], self._vocab_size)
@@ -308,11 +308,9 @@ class VLLMInProcess:
 
     @foreign_errors("vLLM failed when it was given a request")
     def _add(
-        self, name: str, prompt_ids: list[int], params: Any, pictures: PromptPictures | None = None
+        self, name: str, prompt_ids: list[int], params: Any, pictures: PromptPictures = NO_PICTURES
     ) -> None:
-        prompt: Any = {"prompt_token_ids": prompt_ids}
-        if pictures is not None:
-            prompt = prompt_with_pictures(prompt_ids, pictures)
+        prompt = prompt_with_pictures(prompt_ids, pictures) if pictures else {"prompt_token_ids": prompt_ids}
         with refusals(f"request {name}"):
             self._llm.llm_engine.add_request(name, prompt, params, lora_request=self.adapters.request)
 
@@ -350,6 +348,12 @@ class VLLMInProcess:
         self._check_awake()
         answers = self.call(probe_modules, tuple(names), seed, every, self.adapters.name)
         return agreed_answers(answers, "vLLM in this process", torch.equal)
+
+    def held(self, parts: Sequence[HeldPart], dtype: torch.dtype, key: int | None) -> dict[str, str]:
+        from lockstep.engines.vllm.port.probe import digests_of_held
+
+        self._check_awake()
+        return agreed_answers(self.call(digests_of_held, parts, dtype, key), "vLLM in this process")
 
     def ask_workers(
         self, question: str, arguments: Callable[[str], Sequence[Any] | None]

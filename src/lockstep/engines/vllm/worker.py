@@ -11,7 +11,9 @@ import uuid
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.contract.probe import encode_floats
+import torch
+
+from lockstep.contract.probe import HeldPart, encode_floats
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.vllm.port.engine import effective_settings, has_open_update, splits_prompts
 from lockstep.extensions import WORKERS, load
@@ -76,6 +78,13 @@ class LockstepWorker:
 
         answers = probe_modules(self, tuple(json.loads(names)), int(seed), json.loads(every), adapter or None)
         return {name: encode_floats(answer) for name, answer in answers.items()}
+
+    def lockstep_held(self, parts: str, dtype: str, key: str) -> dict[str, str]:
+        """Digests of a JSON list of parts, under a key in hex; empty: they are xxh3 (`ProbedEngine.held`)."""
+        from lockstep.engines.vllm.port.probe import digests_of_held
+
+        asked = [HeldPart(*part) for part in json.loads(parts)]
+        return digests_of_held(self, asked, getattr(torch, dtype), int(key, 16) if key else None)
 
     def lockstep_ask(self, question: str, arguments: str) -> dict[str, Any]:
         """What an extra wants to know of this worker (`WORKERS` of `lockstep.extensions`)."""

@@ -34,7 +34,7 @@ from lockstep.errors import InputError, quoted
 from lockstep.extras.agents.recording import Counts, Recording
 from lockstep.extras.agents.request_fields import RunLimits, bad_value
 from lockstep.extras.agents.web import Gateway
-from lockstep.images.prompts import ImagePrompts
+from lockstep.images.prompts import PromptReader
 from lockstep.images.reading import with_image_urls
 from lockstep.processes import for_users_code, kill_group, of_users_code
 from lockstep.progress import waiting
@@ -43,8 +43,7 @@ from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
 from lockstep.threads import folder_as_before
-from lockstep.tokens.arrays import Ids, whole_numbers
-from lockstep.tokens.chat import render_prompt
+from lockstep.tokens.arrays import Ids
 from lockstep.tokens.extension import Extension
 
 BASE_URL, API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
@@ -274,12 +273,10 @@ class Extensions:
 
 
 class AgentProgram:
-    """The program of all rollouts of a run. `images` reads the images of messages; None: the run shows none."""
+    """The program of all rollouts of a run."""
 
-    def __init__(
-        self, agent: Agent, gateway: Gateway, extensions: Extensions, images: ImagePrompts | None = None
-    ) -> None:
-        self._agent, self._gateway, self._extensions, self._images = agent, gateway, extensions, images
+    def __init__(self, agent: Agent, gateway: Gateway, extensions: Extensions, reader: PromptReader) -> None:
+        self._agent, self._gateway, self._extensions, self._reader = agent, gateway, extensions, reader
 
     async def __call__(self, conversation: Conversation) -> None:
         """Make one rollout.
@@ -288,7 +285,7 @@ class AgentProgram:
             InputError: the agent's reward is no number, its command cannot be started, or its tools cannot be shown.
             LockstepError: the engine failed.
         """
-        recording = Recording(conversation, self._extensions, self._images)
+        recording = Recording(conversation, self._extensions, self._reader)
         key = self._gateway.open(recording)
         reward: Reward = None
         try:
@@ -309,7 +306,7 @@ class AgentProgram:
         """Run the agent to its end, or until the engine fails."""
         prompt = conversation.prompt
         row = {"prompt": prompt.source, "seed": conversation.environment_seed, **prompt.columns}
-        if prompt.pictures is not None:
+        if prompt.pictures:
             row = await asyncio.to_thread(with_image_urls, row)
         run = self._agent.run(self._gateway.base_url(key), key, row)
         work: asyncio.Future[Any] = asyncio.ensure_future(run)
@@ -352,9 +349,8 @@ class RolloutAgents:
         self._agent = agent_of(agent, config.agent_timeout)
         self._config, self._ranks, self._model = config, ranks, Path(model).name
         self._extensions: Extensions | None = None
-        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._reader: PromptReader | None = None
         self._gateway: Gateway | None = None
-        self._images: ImagePrompts | None = None
         self._end_ids: Sequence[int] = ()
 
     @property
@@ -362,18 +358,17 @@ class RolloutAgents:
         """The arguments `own` and `environment_of` of a scorer."""
         return {"own": self.reward_names, "environment_of": None}
 
-    def open(
-        self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], images: ImagePrompts | None = None
-    ) -> None:
-        """Prepare the conversations of this tokenizer. `images` reads images; None: the run shows none.
+    def open(self, reader: PromptReader, end_ids: Sequence[int]) -> None:
+        """Prepare the conversations of a run with this reader.
 
         Raises:
             InputError: the tokenizer has no chat template, or its conversations cannot be extended.
         """
-        arguments = self._config.template_arguments
-        self._tokenizer, self._end_ids, self._images = tokenizer, end_ids, images
-        placeholder = images.placeholder if images is not None else None
-        self._extensions = Extensions(tokenizer, end_ids, arguments, self._config.tool_format, placeholder)
+        config = self._config
+        self._reader, self._end_ids = reader, end_ids
+        self._extensions = Extensions(
+            reader.tokenizer, end_ids, config.template_arguments, config.tool_format, reader.placeholder
+        )
 
     def start(self) -> AgentProgram:
         """Start the gateway, and return the program of the rollouts. On the rank that holds the engine, after `open`.
@@ -382,22 +377,20 @@ class RolloutAgents:
             InputError: the gateway cannot listen on its address.
         """
         assert self._extensions is not None
-        assert self._tokenizer is not None
+        assert self._reader is not None
         config = self._config
-        limits = RunLimits(self._model, sampling_of(config, self._tokenizer, self._end_ids))
+        limits = RunLimits(self._model, sampling_of(config, self._reader.tokenizer, self._end_ids))
         self._gateway = Gateway(limits, config.gateway_host, config.gateway_port)
         _logger.info(f"agents call the gateway at {self._gateway.url}")
-        return AgentProgram(self._agent, self._gateway, self._extensions, self._images)
+        return AgentProgram(self._agent, self._gateway, self._extensions, self._reader)
 
     def prompt_ids(self, row: Mapping[str, Any]) -> Ids:
         """Ids of a row's prompt; an `InputError` if it cannot be tokenized. An agent may ask something else."""
-        assert self._tokenizer is not None
+        assert self._reader is not None
         assert self._extensions is not None
-        if self._images is not None and isinstance(row["prompt"], list):
+        if self._reader.shows_pictures and isinstance(row["prompt"], list):
             return self._extensions(()).prompt(row["prompt"])
-        arguments, special = self._config.template_arguments, self._config.add_special_tokens
-        ids = render_prompt(row["prompt"], self._tokenizer, arguments, add_special_tokens=special)
-        return whole_numbers(ids)
+        return self._reader.ids(row)
 
     def shown_tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """None: an agent sends its tools with its own messages."""

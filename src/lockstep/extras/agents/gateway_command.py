@@ -26,7 +26,7 @@ from lockstep.cli.help import fields_of
 from lockstep.cli.training import load_config, refuse_adapter
 from lockstep.config.option import option
 from lockstep.errors import InputError
-from lockstep.files import append_line, check_writable
+from lockstep.files import append_line, check_writable, temporary_folder
 from lockstep.progress import busy, watched_by
 from lockstep.safe_text import say
 
@@ -88,21 +88,23 @@ def _record(arguments: GatewayArguments, config: Any) -> int:
     rewards = [load_reward(name, modules) for name in arguments.reward_funcs or ()] or list(data.rewards)
     acting = acting_arguments(arguments, modules)
     assert arguments.model_name_or_path is not None
-    config.push_to_hub = False
-    with busy(f"loading {arguments.model_name_or_path}"):
-        trainer = GRPOTrainer(
-            arguments.model_name_or_path, rewards or None, args=config, train_dataset=data.train, **acting
-        )
     groups = count = 0
-    try:
-        with busy(f"making rollouts of {len(data.train)} rows", trainer.clock.progress):
-            for group in trainer.each_rollout():
-                for line in lines_of(group):
-                    # Nothing that was sampled is lost to a column that is not JSON, such as a picture.
-                    append_line(path, json.dumps(line, ensure_ascii=False, default=kind_in_json))
-                groups, count = groups + 1, count + len(group.rollouts)
-    finally:
-        trainer.close()
+    # A trainer makes its output directory. Nothing else is written there.
+    with temporary_folder("lockstep-gateway-") as folder:
+        config.output_dir, config.push_to_hub = str(folder), False
+        with busy(f"loading {arguments.model_name_or_path}"):
+            trainer = GRPOTrainer(
+                arguments.model_name_or_path, rewards or None, args=config, train_dataset=data.train, **acting
+            )
+        try:
+            with busy(f"making rollouts of {len(data.train)} rows", trainer.clock.progress):
+                for group in trainer.each_rollout():
+                    for line in lines_of(group):
+                        # Nothing that was sampled is lost to a column that is not JSON, such as a picture.
+                        append_line(path, json.dumps(line, ensure_ascii=False, default=kind_in_json))
+                    groups, count = groups + 1, count + len(group.rollouts)
+        finally:
+            trainer.close()
     say(
         f"lockstep gateway: {count} rollouts of {groups} prompts are in {arguments.rollouts_file}", flush=True
     )

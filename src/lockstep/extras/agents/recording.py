@@ -26,7 +26,7 @@ from lockstep.extras.agents.agent_messages import THINKING, normal_form
 from lockstep.extras.agents.request_fields import Refused, bad_value, ended, no_room, unreadable
 from lockstep.extras.agents.streamed_answers import Teller
 from lockstep.images.pictures import Picture, PromptPictures
-from lockstep.images.prompts import ImagePrompts
+from lockstep.images.prompts import PromptReader
 from lockstep.rollouts.conversation import Branch, Conversation, OutOfRoom, Turn
 from lockstep.rollouts.programs.tool_program import is_drawn
 from lockstep.tokens.arrays import Ids, joined
@@ -117,17 +117,15 @@ class Recording:
     """One rollout that answers calls. It must be made in the event loop of the rollout.
 
     Args:
-        images: reads the images of messages; None: the run shows none.
+        reader: the reader of the run's prompts, which also reads the images of messages.
 
     Attributes:
         counts: what happened so far.
         failure: gets the first error that is not the agent's fault. The program raises it.
     """
 
-    def __init__(
-        self, conversation: Conversation, extensions: Extensions, images: ImagePrompts | None = None
-    ) -> None:
-        self._conversation, self._extensions, self._images = conversation, extensions, images
+    def __init__(self, conversation: Conversation, extensions: Extensions, reader: PromptReader) -> None:
+        self._conversation, self._extensions, self._reader = conversation, extensions, reader
         self._loop = asyncio.get_running_loop()
         # Calls of one rollout wait for each other: each may use all room that is left, and their order makes seeds.
         self._turn = asyncio.Lock()
@@ -203,7 +201,8 @@ class Recording:
             new = tuple(_in_form(m, extension.conventions) for m in messages[start:])
             new = await self._with_pictures(known, new)
             context = self._context(extension, known, new)
-            shown = self._placed(context, known, new)
+            before = known.messages if known is not None else ()
+            shown = self._reader.shown_by([*before, *new], context)
         except InputError as error:
             raise bad_value("messages", str(error)) from error
         except (LockstepError, Refused):
@@ -271,25 +270,14 @@ class Recording:
         urls = [part["image"] for part in _images_in(new)]
         if not urls:
             return new
-        if self._images is None:
-            raise InputError("this run shows no images to the model; send text")
-        self._images.check_count(len(urls) + len(pictures_in(known.messages if known is not None else ())))
+        self._reader.check_count(len(urls) + len(pictures_in(known.messages if known is not None else ())))
         if unread := list(dict.fromkeys(url for url in urls if url not in self._seen)):
             # In a thread: the other rollouts of this loop go on meanwhile.
-            read = await asyncio.to_thread(self._images.files_and_pictures, unread)
+            read = await asyncio.to_thread(self._reader.files_and_pictures, unread)
             self._seen |= dict(zip(unread, read, strict=True))
         return tuple(_each_image(message, lambda url: picture_part(self._seen[url][1])) for message in new)
 
-    def _placed(
-        self, context: Ids, known: KnownTurn | None, new: tuple[Message, ...]
-    ) -> PromptPictures | None:
-        """The pictures of the ids before a turn."""
-        if self._images is None:
-            return None
-        before = known.messages if known is not None else ()
-        return self._images.placed(context, pictures_in([*before, *new]))
-
-    def _continued(self, context: Ids, shown: PromptPictures | None) -> Branch:
+    def _continued(self, context: Ids, shown: PromptPictures) -> Branch:
         """The branch that ends with these ids and pictures: an old one that they continue exactly, or a new one."""
         branches = list(enumerate(self._conversation.branches))
         found = [(len(b.ids), place) for place, b in branches if _continues(context, shown, b)]
@@ -375,12 +363,11 @@ def _earlier(
     return known.messages, known.asked, (*known.finish_reasons, *[None] * written)
 
 
-def _continues(context: Ids, shown: PromptPictures | None, branch: Branch) -> bool:
+def _continues(context: Ids, shown: PromptPictures, branch: Branch) -> bool:
     """Whether ids begin with those of a branch, and show its pictures there."""
     ids = branch.ids
-    digests = shown.digests_before(len(ids)) if shown is not None else ()
-    own = branch.pictures.digests if branch.pictures is not None else ()
-    return len(ids) <= len(context) and np.array_equal(context[: len(ids)], ids) and digests == own
+    same = shown.digests_before(len(ids)) == branch.pictures.digests
+    return len(ids) <= len(context) and np.array_equal(context[: len(ids)], ids) and same
 
 
 def _images_in(messages: Iterable[Message]) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ ids, completion ids and one log-prob per sampled id.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.errors import InputError, one_line
-from lockstep.files import what_is_at
+from lockstep.errors import InputError, one_line, reason
+from lockstep.files import check_regular, from_json, read_json, what_is_at
 from lockstep.report.page.kinds import Kind, a_count, a_number, list_of, one_of, or_none
 
 
@@ -202,18 +201,17 @@ def _rows(path: Path) -> Iterator[Row]:
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq
 
+            check_regular(path)
             for batch in pq.ParquetFile(path).iter_batches(256):
                 yield from batch.to_pylist()
         elif path.suffix == ".json":
-            yield from _of_json(json.loads(path.read_text(encoding="utf-8")))
+            yield from _of_json(read_json(path))
         else:
             # Not `splitlines`: a text may contain other ends of lines than "\n", such as U+2028.
             with path.open(encoding="utf-8", newline="\n") as lines:
-                yield from (json.loads(line) for line in lines if line.strip())
-    except RecursionError as error:
-        raise InputError(f"{path} cannot be read: it is nested too deeply") from error
+                yield from (from_json(line) for line in lines if line.strip())
     except (ValueError, OSError) as error:
-        raise InputError(f"{path} cannot be read: {one_line(error)[:300]}") from error
+        raise InputError(f"{path} cannot be read: {reason(error)[:300]}") from error
 
 
 def _of_json(content: Any) -> Iterator[Row]:

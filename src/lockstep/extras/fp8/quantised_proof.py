@@ -79,6 +79,8 @@ def widened(limit: Tolerance, error: GapStats) -> Tolerance:
         mean=limit.mean + _ROOM * error.mean_abs,
         tail=limit.tail + tail,
         k3=limit.k3 + _ROOM**2 * error.k3,
+        # Errors of 8 bits flatten distributions too.
+        slope=1.0,
     )
 
 

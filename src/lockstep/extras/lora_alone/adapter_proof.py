@@ -27,6 +27,7 @@ from lockstep.extras.lora_alone.adapter_arguments import adapter_arguments
 from lockstep.extras.lora_alone.adapter_push import AdapterPusher
 from lockstep.extras.lora_alone.adapter_source import (
     AdapterSource,
+    BaseSource,
     EffectiveSource,
     adapter_shape,
     check_alone,
@@ -100,7 +101,7 @@ class AdapterPush(PushExtension):
         super().__init__(watch)
         self._pusher = AdapterPusher(watch.model, watch.engine)
         self.push = self._pusher.push
-        self.source = partial(EffectiveSource, dtype=watch.engine_dtype)
+        self.source, self.held = partial(EffectiveSource, dtype=watch.engine_dtype), BaseSource
 
     def prove_modules(self, seed: int, version: int, *, every: bool) -> None:
         watch = self.watch

@@ -95,6 +95,43 @@ def _put_back(left_out: Callable[[torch.Tensor], bool]) -> Callable[[torch.optim
     return change
 
 
+@torch.no_grad()
+def _largest_stay(optimizer: torch.optim.Optimizer, step: Step) -> None:
+    """Of the largest tensor the 20 elements with the largest gradients."""
+    p = max(_parameters(optimizer), key=torch.numel)
+    assert p.grad is not None
+    at = p.grad.flatten().abs().topk(20).indices
+    old = p.flatten()[at]
+    step()
+    p.view(-1)[at] = old
+
+
+@torch.no_grad()
+def _moments_cut(optimizer: torch.optim.Optimizer, step: Step) -> None:
+    """Of the largest tensor those of the 20 elements with the largest gradients."""
+    p = max(_parameters(optimizer), key=torch.numel)
+    assert p.grad is not None
+    at = p.grad.flatten().abs().topk(20).indices
+    step()
+    optimizer.state[p]["exp_avg"].view(-1)[at] = 0.0
+
+
+@contextmanager
+def _cut_after_the_clip(stage: Stage) -> Iterator[None]:
+    """Of the largest tensor the 20 largest gradients. The norm that the clip reports is right."""
+    real = stage.trainer.accelerator.clip_grad_norm_
+
+    def clip(parameters: Any, limit: float) -> Any:
+        own = list(parameters)
+        norm = real(own, limit)
+        gradient = max((p.grad for p in own if p.grad is not None), key=torch.numel)
+        gradient.view(-1)[gradient.flatten().abs().topk(20).indices] /= 2
+        return norm
+
+    with patch.object(stage.trainer.accelerator, "clip_grad_norm_", clip):
+        yield
+
+
 def _gradients_kept(stage: Stage) -> Patch:
     return patch.object(stage.model, "zero_grad", lambda *args, **kwargs: None)
 
@@ -252,6 +289,9 @@ OPTIMIZER_FAULTS = (
     _fault("U12d", "the weight decay becomes 10 at the second step", _before_the_second_step(_decay_more)),
     _fault("U13", "two tensors exchange their moments", _before_the_second_step(_exchange_moments)),
     _fault("U13b", "the optimizer counts a step that it has not taken", _before_the_second_step(_count_on)),
+    _fault("U14", "the 20 elements with the largest gradients stay", _steps_become(_largest_stay)),
+    _fault("U14b", "the 20 elements with the largest gradients lose a moment", _steps_become(_moments_cut)),
+    _fault("U14c", "the 20 largest gradients are halved after the clip", _cut_after_the_clip),
 )
 
 Batch = tuple[TrainingSequence, ...]

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-import lockstep.learn.pack as pack_module
-import lockstep.learn.scoring as scoring_module
+import lockstep.images.packs as packs_module
 from lockstep.contract.protocol import Completion, GenerationRequest
 from lockstep.extras.selftest.seams import Fault, Patch, each_answer_becomes, each_request_becomes, is_vllm
 from lockstep.extras.verify.stage import Stage
+from lockstep.images.packs import PackPictures
 from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.tokens.arrays import whole_numbers
 
@@ -54,7 +54,7 @@ def _engine_sees(stage: Stage, other: Callable[[PromptPictures, str], Pictures])
 
     def changed(request: GenerationRequest) -> GenerationRequest:
         shown = request.pictures
-        if shown is None:
+        if not shown:
             return request
         seen = zip(other(shown, request.key.prompt_id), shown.pictures, strict=True)
         disguises = tuple(disguised(picture, true) for picture, true in seen)
@@ -64,7 +64,7 @@ def _engine_sees(stage: Stage, other: Callable[[PromptPictures, str], Pictures])
 
 
 def _another_rows(stage: Stage) -> Patch:
-    shown = {p.prompt_id: p.pictures.pictures for p in stage.prompts if p.pictures is not None}
+    shown = {p.prompt_id: p.pictures.pictures for p in stage.prompts if p.pictures}
     names = list(shown)
     following = dict(zip(names, [*names[1:], names[0]], strict=True))
     return _engine_sees(stage, lambda true, name: shown[following[name]])
@@ -79,8 +79,7 @@ def _same_size(stage: Stage) -> Patch:
 
 def _another_resize(stage: Stage) -> Patch:
     """The pictures of the data were made smaller, and larger again, before they were processed for the engine."""
-    reader = stage.trainer.source.images
-    assert reader is not None
+    reader = stage.trainer.source.reader
 
     def coarse(image: Image.Image) -> Image.Image:
         width, height = image.size
@@ -91,7 +90,6 @@ def _another_resize(stage: Stage) -> Patch:
     for prompt in stage.prompts:
         images = [coarse(image) for image in prompt.columns["images"]]
         _, shown = reader.read({"prompt": prompt.source, "images": images})
-        assert shown is not None
         seen[prompt.prompt_id] = shown.pictures
     return _engine_sees(stage, lambda true, name: seen[name])
 
@@ -104,7 +102,7 @@ def _expanded_twice(stage: Stage) -> Patch:
     """Placeholders are repeated again. The prompt keeps its length, so that it fits."""
 
     def twice(request: GenerationRequest) -> GenerationRequest:
-        if request.pictures is None:
+        if not request.pictures:
             return request
         repeats = np.where(request.prompt_ids == request.pictures.placeholder, 2, 1)
         ids = whole_numbers(np.repeat(request.prompt_ids, repeats)[: len(request.prompt_ids)])
@@ -114,22 +112,22 @@ def _expanded_twice(stage: Stage) -> Patch:
 
 
 def _left_out(stage: Stage) -> Patch:
-    return patch.object(scoring_module, "picture_arguments", lambda *given: {})
+    return patch.object(PackPictures, "arguments", lambda *given: {})
 
 
 def _in_one_dimension(stage: Stage) -> Patch:
-    def flat(sequences: Any, nodes: Any, size: int) -> torch.Tensor:
+    def flat(shown: Any, nodes: Any, size: int) -> torch.Tensor:
         found = np.zeros((3, size), dtype=np.int64)
         for own in nodes:
             found[:, own] = np.arange(len(own))
         return torch.from_numpy(found)
 
-    return patch.object(pack_module, "position_ids", flat)
+    return patch.object(packs_module, "position_ids", flat)
 
 
 def _placeholder_sampled(stage: Stage) -> Patch:
     def sampled(answer: Completion) -> Completion:
-        if answer.pictures is None:
+        if not answer.pictures:
             return answer
         ids = whole_numbers([answer.pictures.placeholder, *answer.token_ids[1:]])
         return replace(answer, token_ids=ids)
@@ -147,7 +145,7 @@ def _only_vllm(why: str) -> Callable[[Stage], str]:
 
 
 def _has_axes(stage: Stage) -> str:
-    known = [p.pictures.positions for p in stage.prompts if p.pictures is not None]
+    known = [p.pictures.positions for p in stage.prompts if p.pictures]
     return "" if known and known[0] is not None else "this model counts the parts of a picture as any text"
 
 

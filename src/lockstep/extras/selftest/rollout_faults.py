@@ -32,6 +32,7 @@ from lockstep.extras.selftest import seams
 from lockstep.extras.selftest.sampling_faults import samples_with
 from lockstep.extras.selftest.seams import Answers, Fault, Patch, Requests, is_vllm
 from lockstep.extras.verify.stage import Stage
+from lockstep.images.prompts import PromptReader
 from lockstep.learn.generation import Generation
 from lockstep.learn.sequence import TrainingSequence
 from lockstep.rollouts.conversation import Branch, Conversation, Turn
@@ -154,8 +155,8 @@ def number_of(rollout: str) -> str:
 class _Conversations:
     """The program of the rollouts."""
 
-    def __init__(self, extension: Extension) -> None:
-        self._extension, self._tools = extension, tools_of([number_of])
+    def __init__(self, extension: Extension, reader: PromptReader) -> None:
+        self._extension, self._reader, self._tools = extension, reader, tools_of([number_of])
         # The driver of the running trainer knows nothing of these calls.
         self._calls = ToolCalls(_SECONDS, threads=True)
 
@@ -168,7 +169,7 @@ class _Conversations:
             where = f"turn {number} of rollout {conversation.key}"
             (result,) = await self._calls.run(self._tools, asked, where)
             new = [self._extension.error(result.text)]
-            go_on(conversation, self._extension, messages, context, turn, new)
+            go_on(conversation, self._extension, messages, context, turn, new, self._reader)
             messages += [self._extension.read(turn.token_ids).message, *new]
         await conversation.sample(_TURN)
         # Other ids, as after a compaction. The last id stays the same.
@@ -191,7 +192,8 @@ def conversing(stage: Stage) -> Iterator[None]:
     # The longest prompt leaves no room. The shortest two take its place.
     prompts = (prompts[0], prompts[1], replace(prompts[0], prompt_id=prompts[2].prompt_id))
     room = stage.engine.settings().max_model_len - max(len(prompt.ids) for prompt in prompts)
-    program = _Conversations(Extension(stage.tokenizer, end_ids(stage.model, stage.tokenizer)))
+    extension = Extension(stage.tokenizer, end_ids(stage.model, stage.tokenizer))
+    program = _Conversations(extension, PromptReader(stage.tokenizer))
     try:
         with (
             samples_with(stage, max_completion_length=min(_BUDGET, room)),

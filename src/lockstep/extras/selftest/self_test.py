@@ -25,8 +25,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.errors import Interrupted, LockstepError, ProofError
+from lockstep.extras.selftest.backward_faults import BACKWARD_FAULTS
 from lockstep.extras.selftest.draw_faults import DRAW_FAULTS
-from lockstep.extras.selftest.loss_faults import BACKWARD_FAULTS, LEARNED_FAULTS, LOSS_FAULTS
+from lockstep.extras.selftest.loss_faults import LEARNED_FAULTS, LOSS_FAULTS
 from lockstep.extras.selftest.optimizer_faults import OPTIMIZER_FAULTS, STEP_FAULTS
 from lockstep.extras.selftest.prompt_faults import PROMPT_FAULTS
 from lockstep.extras.selftest.rollout_faults import CONVERSATION_FAULTS, END_FAULTS, TOKEN_FAULTS

@@ -136,6 +136,66 @@ def _rows_swapped(stage: Stage) -> Patch:
     return seams.loads_instead(stage, swapped)
 
 
+def _element_off(stage: Stage) -> Patch:
+    """One element of one matrix is the next number of the engine's dtype."""
+    name, dtype = _same_shape_pair(stage)[0], stage.trainer.proofs.engine_dtype
+
+    def next_number(tensor: torch.Tensor) -> torch.Tensor:
+        held = tensor.to(dtype, copy=True)
+        held.view(torch.int32 if dtype == torch.float32 else torch.int16).view(-1)[7] += 1
+        return held.to(tensor)
+
+    return seams.loads_instead(stage, lambda sent: [(n, next_number(t) if n == name else t) for n, t in sent])
+
+
+def _cut_instead_of_rounded(stage: Stage) -> Patch:
+    """The engine cuts the last bits of each number: those that its dtype does not have, and in fp32 one bit."""
+    mask = -2 if stage.trainer.proofs.engine_dtype == torch.float32 else ~0xFFFF
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        bits = tensor.float().clone().view(torch.int32)
+        return bits.bitwise_and_(mask).view(torch.float32).to(tensor)
+
+    return seams.loads_instead(stage, lambda sent: [(n, cut(t)) for n, t in sent])
+
+
+def _keeps_a_share(stage: Stage) -> Patch:
+    """The engine mixes a thousandth of its old weights into the new ones, as a moving average does."""
+    held = seams.weights_now(stage)
+
+    def mixed(sent: Named) -> Named:
+        now = dict(sent)
+        held.update({n: t.detach() * 0.999 + held[n] * 0.001 for n, t in now.items()})
+        return [(n, held[n]) for n in now]
+
+    return seams.loads_instead(stage, mixed)
+
+
+@contextlib.contextmanager
+def _one_push_late(stage: Stage) -> Iterator[None]:
+    """One matrix is that of the push before, while weights change by less than a probe of outputs can see."""
+    name, real = _same_shape_pair(stage)[0], source_module.push_weights
+    size = 1e-5 if stage.trainer.proofs.engine_dtype == torch.float32 else 2.0**-9
+    before = seams.weights_now(stage)
+
+    def pushed(model: torch.nn.Module, engine: WeightReceiver, version: int) -> SyncRecord:
+        with torch.no_grad():
+            for p in stage.model.parameters():
+                p *= 1 + size
+        with seams.loads_instead(stage, lambda sent: [(n, before[n] if n == name else t) for n, t in sent]):
+            record = real(model, engine, version)
+        before.update(seams.weights_now(stage))
+        return record
+
+    # The self-test changes the weights by far more before each step. Here only this small change counts.
+    with patch.object(source_module, "push_weights", pushed), patch.object(stage, "scale", 0.0):
+        yield
+
+
+def _in_8_bits(stage: Stage) -> str:
+    return "8 bits hide it; their codes are compared" if stage.config.vllm_quantization is not None else ""
+
+
 def _experts_not_packed(stage: Stage) -> Patch:
     # vLLM 0.32.0 behaves like this without our fix.
     import lockstep.engines.vllm.port.receive as backend
@@ -268,8 +328,6 @@ def _needs_cache(stage: Stage) -> str:
     return "" if stage.engine.settings().prefix_caching else "this engine keeps no cache between calls"
 
 
-_SINGLE = seams.needs_single("smaller than the rounding of this engine's dtype")
-
 WEIGHT_FAULTS = (
     Fault("W1", "weights acknowledged and never put to use", _never_arrived),
     Fault("W2", "the output head keeps an older copy", _stale_head),
@@ -277,7 +335,7 @@ WEIGHT_FAULTS = (
     Fault("W3b", "one bit of one tensor flips on the way", _damaged_on_the_way),
     Fault("W4", "an empty load taken for a success", _nothing_loaded),
     Fault("W4b", "a refused cache reset taken for a success", _resets_nothing(False)),
-    Fault("W5", "each sync leaves the policy itself rounded", _drift, needs=_SINGLE),
+    Fault("W5", "each sync leaves the policy itself rounded", _drift),
     Fault("W6", "the prefix cache survives the update", _resets_nothing(True), needs=_needs_cache),
     Fault("W7", "half an update goes into service", _half_an_update),
     Fault("W8", "a restarted engine serves its first weights under the current version", _restarted),
@@ -293,7 +351,16 @@ WEIGHT_FAULTS = (
     ),
     Fault("W12", "a push leaves out a tensor that changed, and its manifest has the old digest", _left_out),
     Fault("W13", "changes are written into older weights", _older_base, check="module probe"),
-    Fault("small-1", "one layer off by 1e-3 of its size", _layer_off, needs=_SINGLE, check="module probe"),
+    Fault("small-1", "one layer off by 1e-3 of its size", _layer_off, needs=_in_8_bits, check="module probe"),
     Fault("small-2", "two rows of one matrix swapped", _rows_swapped, check="module probe"),
     Fault("small-3", "one sync skipped at a learning rate of 1e-6", _sync_skipped),
+    *(
+        Fault(name, what, inject, needs=_in_8_bits, check="module probe")
+        for name, what, inject in (
+            ("small-4", "one element of one matrix is one step of the dtype off", _element_off),
+            ("small-5", "the last bits of weights are cut instead of rounded", _cut_instead_of_rounded),
+            ("small-6", "the engine keeps a thousandth of its old weights", _keeps_a_share),
+            ("small-7", "one matrix is one push late, by less than outputs show", _one_push_late),
+        )
+    ),
 )

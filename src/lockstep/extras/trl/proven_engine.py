@@ -123,6 +123,6 @@ def check_draws(answers: Iterable[Completion]) -> None:
     """Raise a ProofError if completions of the same prompt repeat themselves."""
     by_prompt: dict[tuple[bytes, tuple[str, ...]], list[tuple[Completion]]] = {}
     for completion in answers:
-        shown = completion.pictures.digests if completion.pictures is not None else ()
-        by_prompt.setdefault((completion.prompt_ids.tobytes(), shown), []).append((completion,))
+        prompt = completion.prompt_ids.tobytes(), completion.pictures.digests
+        by_prompt.setdefault(prompt, []).append((completion,))
     check_samples(by_prompt.values())

@@ -19,17 +19,16 @@ from lockstep.contract.sampling import Grammar, Sampling, check_grammar
 from lockstep.engines.servers.calls import server_urls
 from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, NEUTRAL_SAMPLING
 from lockstep.errors import InputError, LockstepError
-from lockstep.images.pictures import Picture, PromptPictures
-from lockstep.images.prompts import ImagePrompts
+from lockstep.images.pictures import Picture, PromptPictures, picture_from_wire, picture_to_wire
+from lockstep.images.prompts import ImagePrompts, PromptReader
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.policy import FAMILIES, reads_pictures
-from lockstep.rollouts.wire import picture_from_wire, picture_to_wire
 from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.chat import end_ids
 from lockstep.weights.push import weights_of
 
 # The ids of one prompt, with the pictures that are in them.
-Shown = tuple[Ids, PromptPictures | None]
+Shown = tuple[Ids, PromptPictures]
 
 
 def tokenizer_of(processing_class: Any) -> PreTrainedTokenizerBase:
@@ -43,10 +42,11 @@ class TrlPictures:
     def __init__(self, model: torch.nn.Module, processing_class: Any) -> None:
         processor = getattr(processing_class, "image_processor", None)
         inner: PreTrainedModel = causal_model(model)
-        self._prompts: ImagePrompts | None = None
+        tokenizer = tokenizer_of(processing_class)
+        self._reader = PromptReader(tokenizer)
         if processor is not None and reads_pictures(inner.config):
-            tokenizer, name = tokenizer_of(processing_class), inner.config.name_or_path
-            self._prompts = ImagePrompts(inner, tokenizer, name, processor=processor)
+            name = inner.config.name_or_path
+            self._reader = ImagePrompts(inner, tokenizer, name, processor=processor)
 
     def part(self, prompts: Sequence[Sequence[int]], images: Sequence[Any] | None) -> dict[str, Any]:
         """One rank's prompts and pictures, in JSON types and arrays. Refuses what the model cannot read."""
@@ -79,22 +79,19 @@ class TrlPictures:
             raise LockstepError("a picture changed on its way to the rank that holds the engine")
         pairs = zip(part["prompts"], part["shown"], strict=True)
         rows = [(whole_numbers(ids), [pictures[digest] for digest in shown]) for ids, shown in pairs]
-        if self._prompts is None:
-            return [(ids, None) for ids, _ in rows]
-        return [(ids, self._prompts.placed(ids, own)) for ids, own in rows]
+        return [(ids, self._reader.placed(ids, own)) for ids, own in rows]
 
     def _picture(self, image: Any) -> Picture:
-        if self._prompts is None:
+        if not self._reader.shows_pictures:
             raise InputError(
                 "this model is shown no images: give a model of a family that reads them "
                 f"({', '.join(FAMILIES)}) and its processor as processing_class, or prompts of text only"
             )
-        return self._prompts.picture(image)
+        return self._reader.picture(image)
 
     def _check(self, row: int, ids: Sequence[int], pictures: Sequence[Picture]) -> None:
-        if self._prompts is None:
-            return
-        found, due = list(ids).count(self._prompts.placeholder), sum(picture.tokens for picture in pictures)
+        found = sum(token == self._reader.placeholder for token in ids)
+        due = sum(picture.tokens for picture in pictures)
         if found != due:
             raise InputError(
                 f"prompt {row} has {found} ids that stand for parts of images, and its {len(pictures)} images have "

@@ -189,8 +189,8 @@ def canary(stage: Stage) -> list[Row]:
 
 
 def module_probe(stage: Stage) -> list[Row]:
-    """Every module that the engine runs, with two probe vectors."""
-    probe = stage.trainer.proofs.probe
+    """Every module that the engine runs, with two probe vectors, and all that it holds to the bit."""
+    probe, exact = stage.trainer.proofs.push.probes
     records = [probe.measure(seed, every=True) for seed in (1, 2)]
     errors = {name: max(r.errors[name] for r in records) for name in records[0].errors}
     name = max(errors, key=lambda n: errors[n])
@@ -201,7 +201,18 @@ def module_probe(stage: Stage) -> list[Row]:
         figure += f"; no probe reaches {', '.join(unreached[:3])}{' …' if len(unreached) > 3 else ''}"
     fix = f"these weights are not in use as they were sent: {', '.join(failed[:8])}"
     details = {"errors": errors, "unreached": list(unreached)}
-    return [Row("module probe", figure, f"{records[0].limit:g}", not failed, fix, details)]
+    held = exact.compare(stage.version, every=True)
+    return [
+        Row("module probe", figure, f"{records[0].limit:g}", not failed, fix, details),
+        Row(
+            "held weights",
+            f"{held.modules} of {held.of_modules} modules, to the bit; {len(held.differing)} tensors differ",
+            "0",
+            not held.differing,
+            f"the engine holds other numbers than were sent: {', '.join(held.differing[:8])}",
+            {"unreached": list(exact.unreached)},
+        ),
+    ]
 
 
 def sync(stage: Stage) -> list[Row]:

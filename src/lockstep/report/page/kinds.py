@@ -7,12 +7,13 @@ table reads only values that fit.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from lockstep.files import check_regular
 
 Kind = Callable[[Any], str | None]
 _WIDEST = 1 << 63
@@ -153,9 +154,7 @@ class Reader:
 
 
 def _bytes_of(path: Path) -> bytes:
-    """The content of a file. A pipe or a device would be read for ever."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no file")
+    check_regular(path)
     return path.read_bytes()
 
 

@@ -45,6 +45,8 @@ WITHOUT_FIGURE = {
     "merge": "merged weights compute what the adapter's own layers compute, up to rounding",
     "adapter": "the engine's slots hold the matrices of the trained adapter, bit for bit (vllm_enable_lora)",
     "adapter_probe": "the adapter adds to the engine's layers what it adds to the trainer's (vllm_enable_lora)",
+    "held_weights": "the engine's modules compute with the trainer's weights, to the bit, all within as many pushes as "
+    "the model has layers",
     "codes": "the engine's 8-bit weights are what the scheme makes of the sent ones, to the bit (vllm_quantization)",
     "sleep": "an engine that wakes has the bytes with which it fell asleep (vllm_enable_sleep_mode, vllm_enable_lora)",
     "caches": "the engine keeps nothing that was computed from older weights",

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lockstep.errors import InputError, LockstepError, one_line
+from lockstep.errors import InputError, LockstepError, reason
+from lockstep.files import check_regular
 from lockstep.report.alarms import LINE
 from lockstep.report.kept_rollouts import rollout_files
 from lockstep.report.page.kinds import (
@@ -301,13 +302,12 @@ def _rewards(files: Reader, folder: Path) -> dict[int, list[float]]:
     found = {}
     for step, path in dict(kept[i] for i in {0, len(kept) // 2, len(kept) - 1} if kept).items():
         try:
-            if not path.is_file():
-                raise OSError("it is no file")
+            check_regular(path)
             table = pq.read_table(path, columns=["branch", "reward"])
             if not pa.types.is_floating(table.schema.field("reward").type):
                 raise TypeError("rewards are not numbers")
         except (OSError, pa.ArrowException, LookupError, TypeError, ValueError) as error:
-            files.left_out.append(f"{path} ({one_line(error)[:80]})")
+            files.left_out.append(f"{path} ({reason(error)[:80]})")
             continue
         rewards = zip(table["branch"].to_pylist(), table["reward"].to_pylist(), strict=True)
         found[step] = [reward for branch, reward in rewards if branch == 0 and reward is not None]

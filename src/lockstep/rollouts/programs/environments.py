@@ -31,19 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError, LockstepError, quoted
+from lockstep.images.content import Content, content_of_blocks, printable
 from lockstep.processes import for_users_code, kill_group, of_users_code
 from lockstep.progress import waiting
 from lockstep.rollouts.call_fits import not_callable_by_name
-from lockstep.rollouts.programs.tools import (
-    Content,
-    Schema,
-    ToolCalls,
-    ToolResult,
-    content_of_blocks,
-    giving,
-    printable,
-    tool_of,
-)
+from lockstep.rollouts.programs.tools import Schema, ToolCalls, ToolResult, giving, tool_of
 from lockstep.rollouts.programs.workers import Here, Raised, TookTooLong, Worker
 
 _RUNNER = Path(__file__).with_name("environment_runner.py")

@@ -26,7 +26,7 @@ import numpy as np
 from lockstep.contract.protocol import Completion, FinishReason, RequestKey
 from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import PromptPictures
-from lockstep.images.prompts import ImagePrompts
+from lockstep.images.prompts import PromptReader
 from lockstep.rollouts.conversation import Decode
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, seal_of
 from lockstep.tokens.arrays import BadValues, Flags, Ids, Reals, flags, joined, reals, whole_numbers
@@ -59,14 +59,14 @@ def groups_of_columns(
     version: int,
     bounds: Bounds,
     decode: Decode,
-    images: ImagePrompts | None = None,
+    reader: PromptReader,
 ) -> list[RolloutGroup]:
     """One unscored group per prompt, in the order of `prompts`, from what a `rollout_func` returned.
 
     Args:
         columns: the returned mapping. Row `i × num_generations + k` is rollout k of prompt i.
         version: weight version that the engine held meanwhile.
-        images: reads images; None: the run shows none.
+        reader: the reader of the run's prompts.
 
     Raises:
         InputError: a column is missing, has a wrong length, or has a value that no rollout can have.
@@ -76,7 +76,7 @@ def groups_of_columns(
     groups = []
     for place, prompt in enumerate(prompts):
         rows = range(place * num_generations, (place + 1) * num_generations)
-        shared = version, bounds, decode, images
+        shared = version, bounds, decode, reader
         rollouts = [_rollout(found, row, prompt, k, *shared) for k, row in enumerate(rows)]
         groups.append(RolloutGroup(prompt, tuple(replace(r, seal=seal_of(r, prompt)) for r in rollouts)))
     return groups
@@ -111,7 +111,7 @@ def _rollout(
     version: int,
     bounds: Bounds,
     decode: Decode,
-    images: ImagePrompts | None,
+    reader: PromptReader,
 ) -> Rollout:
     key = RequestKey(prompt.prompt_id, sample)
     where = f"rollout_func: row {row} (rollout {key})"
@@ -125,9 +125,7 @@ def _rollout(
         )
     mask = _mask(columns, row, where, len(token_ids))
     logprobs = _logprobs(columns, row, where, token_ids, mask)
-    pictures = None
-    if images is not None:
-        pictures = _pictures(columns, row, where, prompt, (prompt_ids, token_ids, mask), images)
+    pictures = _pictures(columns, row, where, prompt, (prompt_ids, token_ids, mask), reader)
     completion = Completion(
         key,
         prompt_ids,
@@ -149,8 +147,8 @@ def _pictures(
     where: str,
     prompt: Prompt,
     parts: tuple[Ids, Ids, Flags | None],
-    images: ImagePrompts,
-) -> PromptPictures | None:
+    reader: PromptReader,
+) -> PromptPictures:
     """The images of a rollout, with their places in its ids."""
     prompt_ids, token_ids, mask = parts
     last = len(token_ids) - 1 if mask is None else int(np.flatnonzero(mask)[-1])
@@ -158,11 +156,11 @@ def _pictures(
     ids = joined([prompt_ids, token_ids[: last + 1]])
     try:
         if "images" in columns:
-            shown = images.pictures(list(columns["images"][row] or ()))
+            shown = reader.pictures(list(columns["images"][row] or ()))
         else:
-            shown = list(prompt.pictures.pictures) if prompt.pictures is not None else []
-        images.check_count(len(shown))
-        return images.placed(ids, shown)
+            shown = list(prompt.pictures.pictures)
+        reader.check_count(len(shown))
+        return reader.placed(ids, shown)
     except (InputError, ProofError) as error:
         said = error.found if isinstance(error, ProofError) else str(error)
         raise InputError(

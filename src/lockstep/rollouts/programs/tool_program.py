@@ -25,16 +25,15 @@ from typing import Any
 
 from lockstep.contract.protocol import derived_seed
 from lockstep.errors import InputError
-from lockstep.images.pictures import PromptPictures
-from lockstep.images.prompts import ImagePrompts
+from lockstep.images.content import Content
+from lockstep.images.prompts import PromptReader
 from lockstep.images.reading import with_data_urls
 from lockstep.rollouts.conversation import Conversation, OutOfRoom, Turn
 from lockstep.rollouts.group import Rollout
 from lockstep.rollouts.programs.environments import Environment, EnvironmentFailed, Environments
-from lockstep.rollouts.programs.tools import Content, Tool, ToolCalls, ToolResult, failed_call
+from lockstep.rollouts.programs.tools import Tool, ToolCalls, ToolResult, failed_call
 from lockstep.tokens import chat as template
 from lockstep.tokens.arrays import Ids, joined
-from lockstep.tokens.chat import pictures_in
 from lockstep.tokens.extension import Branch, Extension, Message, ParsedTurn
 
 # One rollout in this many is rendered again.
@@ -56,7 +55,7 @@ class ToolProgram:
         extensions: extends the conversations of each kind of environment, by its name; without environments it is None.
         iterations: how often a rollout may call tools and go on; None: any number of times.
         longest_token: number of characters of the longest token.
-        images: finds the places of pictures; None: the run shows none.
+        reader: the reader of the run's prompts.
     """
 
     def __init__(
@@ -67,9 +66,9 @@ class ToolProgram:
         environments: Environments | None,
         iterations: int | None,
         longest_token: int,
-        images: ImagePrompts | None = None,
+        reader: PromptReader,
     ) -> None:
-        self._extensions, self._tools, self._calls, self._images = extensions, tools, calls, images
+        self._extensions, self._tools, self._calls, self._reader = extensions, tools, calls, reader
         self._environments, self._iterations, self._longest_token = environments, iterations, longest_token
         # The environments of rollouts that are not scored yet, by the seeds of their rollouts.
         self._held: dict[int, Environment] = {}
@@ -128,7 +127,7 @@ class ToolProgram:
                 raise environment.fail("reset", why)
             asked = with_data_urls(conversation.prompt.source)
             conversation.notes["prompt"] = _with_content(asked, begun.kept(longest))
-            conversation.branch(ids, self._placed(ids, said.shown))
+            conversation.branch(ids, self._reader.shown_by(said.shown, ids))
         with suppress(OutOfRoom):
             await self._talk(conversation, environment, said)
         reward = await environment.reward()
@@ -170,42 +169,34 @@ class ToolProgram:
                 self._check_count(environment, "next_user_message", heard, said.shown)
                 contents = heard.shown(longest), heard.kept(longest)
                 shown, kept = ([{"role": "user", "content": content}] for content in contents)
-            go_on(conversation, extension, said.shown, context, turn, shown, self._images)
+            go_on(conversation, extension, said.shown, context, turn, shown, self._reader)
             said.shown += [parsed.message, *shown]
             said.kept += kept
 
     def _within_limit(self, results: list[ToolResult], before: Sequence[Message]) -> list[ToolResult]:
         """The results, with errors for the model instead of those that would show it too many pictures."""
-        count, found = len(pictures_in(before)), []
+        found: list[ToolResult] = []
         for result in results:
             try:
-                if result.content.pictures and self._images is not None:
-                    self._images.check_count(count + result.content.pictures)
+                self._reader.check_said(before, [r.content for r in (*found, result)])
             except InputError as error:
                 result = failed_call(result.name, str(error), ticket=result.ticket)
-            count += result.content.pictures
             found.append(result)
         return found
 
     def _check_count(
         self, environment: Environment, method: str, said: Content, before: Sequence[Message]
     ) -> None:
-        """Check the number of pictures with those that an environment has given, which fails if they are too many."""
+        """Check the number of pictures with those that an environment has given. It fails if they are too many."""
         try:
-            if said.pictures and self._images is not None:
-                self._images.check_count(len(pictures_in(before)) + said.pictures)
+            self._reader.check_said(before, [said])
         except InputError as error:
             raise environment.fail(method, str(error)) from error
 
     def _asked(self, conversation: Conversation) -> list[Message]:
         """The messages of the prompt, with its pictures."""
         prompt = conversation.prompt
-        if self._images is None:
-            return list(prompt.source)
-        return self._images.messages_of({**prompt.columns, "prompt": prompt.source}, prompt.pictures)
-
-    def _placed(self, ids: Ids, messages: Sequence[Message]) -> PromptPictures | None:
-        return self._images.placed(ids, pictures_in(messages)) if self._images is not None else None
+        return self._reader.messages_of({**prompt.columns, "prompt": prompt.source}, prompt.pictures)
 
     def _give_back(self, seed: int) -> None:
         held = self._held.pop(seed, None)
@@ -220,7 +211,7 @@ def go_on(
     context: Ids,
     turn: Turn,
     new: Sequence[Message],
-    images: ImagePrompts | None = None,
+    reader: PromptReader,
 ) -> None:
     """Give a rollout the messages that follow a turn, so that the next turn can be sampled.
 
@@ -228,7 +219,7 @@ def go_on(
         messages: the messages before the turn.
         context: (C,) ids before the turn.
         new: the messages after it.
-        images: finds the places of pictures; None: the run shows none.
+        reader: the reader of the run's prompts.
 
     Raises:
         OutOfRoom: there is no room for them and for one id of the next turn. Then no ids are inserted.
@@ -236,10 +227,8 @@ def go_on(
     """
     found = extension.next(messages, context, turn.token_ids, new)
     inserted = found.ids
-    shown = None
-    if images is not None and (pictures := pictures_in([*messages, *new])):
-        whole = found.ids if isinstance(found, Branch) else joined([conversation.ids, found.ids])
-        shown = images.placed(whole, pictures)
+    whole = found.ids if isinstance(found, Branch) else joined([conversation.ids, found.ids])
+    shown = reader.shown_by([*messages, *new], whole)
     if isinstance(found, Branch):
         conversation.branch(found.ids, shown)
         inserted = found.ids[:0]

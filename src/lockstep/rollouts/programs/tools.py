@@ -1,8 +1,8 @@
-"""Tools: Python functions that the model may call during a rollout, with TRL's convention, and what it reads of them.
+"""Tools: Python functions that the model may call during a rollout, with TRL's convention.
 
 Type hints and the Google-style docstring of a function make its JSON schema, which the chat template shows to the
-model. `ToolCalls` runs the calls of a rollout's turns. A `Content` is made of what the user's code returned, in the
-thread of that code, because a picture is opened and processed there.
+model. `ToolCalls` runs the calls of a rollout's turns. What the model reads of a result is made in the thread of the
+user's code (`images/content.py`).
 
 | function | where it runs |
 |---|---|
@@ -24,92 +24,20 @@ import functools
 import inspect
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from PIL import Image
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from lockstep.contract.inbox import Errands
 from lockstep.errors import InputError, LockstepError, ProofError, one_line
-from lockstep.images.pictures import Picture
-from lockstep.images.urls import to_data_url
+from lockstep.images.content import NO_IMAGES, Content, Process, content_of, printable, refusing
 from lockstep.progress import waiting
 from lockstep.rollouts.programs.workers import Here, Raised, TookTooLong, Worker, in_loop, in_thread
 from lockstep.threads import CallLoop, is_coroutine_function, uses_signal
-from lockstep.tokens import chat as template
-from lockstep.tokens.chat import picture_part
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Seen:
-    """An image that the model sees: a `data:` URL for messages that are kept, and what the model takes."""
-
-    url: str
-    picture: Picture
-
-
-# Opens and processes the images of one result: each opened image, and the image as the model takes it.
-Process = Callable[[Sequence[Any]], Iterable[tuple[Image.Image, Picture]]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Content:
-    """Text and images, in order."""
-
-    parts: tuple[str | Seen, ...]
-
-    @property
-    def text(self) -> str:
-        """The text alone."""
-        return "".join(part for part in self.parts if isinstance(part, str))
-
-    @property
-    def pictures(self) -> int:
-        """The number of images."""
-        return sum(not isinstance(part, str) for part in self.parts)
-
-    def shown(self, longest: int) -> template.Content:
-        """The content of a message, as the chat template takes it. Each text is cut after `longest` characters."""
-        return self._content(longest, lambda seen: picture_part(seen.picture))
-
-    def kept(self, longest: int) -> template.Content:
-        """The content of a message that is kept, in JSON types. `longest` as in `shown`."""
-        return self._content(longest, lambda seen: {"type": "image", "image": seen.url})
-
-    def _content(self, longest: int, of_image: Callable[[Seen], dict[str, Any]]) -> template.Content:
-        if all(isinstance(part, str) for part in self.parts):
-            return self.text[:longest]
-        return [
-            {"type": "text", "text": part[:longest]} if isinstance(part, str) else of_image(part)
-            for part in self.parts
-        ]
-
-
-def content_of(result: Any, process: Process) -> Content:
-    """What the model reads of a tool's result: an image, content blocks, or else `str(result)`, as in TRL."""
-    if isinstance(result, Image.Image):
-        return content_of_blocks([{"type": "image", "image": result}], process)
-    parts = result if isinstance(result, list) else []
-    if parts and all(isinstance(part, dict) and "type" in part for part in parts):
-        return content_of_blocks(parts, process)
-    return Content((printable(str(result)),))
-
-
-def content_of_blocks(blocks: Sequence[Mapping[str, Any]], process: Process) -> Content:
-    """What the model reads of content blocks.
-
-    Raises:
-        InputError: a block is neither text nor an image, or an image cannot be read.
-    """
-    images = [block.get("image") for block in blocks if block.get("type") == "image"]
-    # Nothing is opened if a block is wrong.
-    texts = [None if block.get("type") == "image" else _text(block) for block in blocks]
-    seen = (Seen(to_data_url(found), picture) for found, picture in (process(images) if images else ()))
-    return Content(tuple(next(seen) if text is None else text for text in texts))
 
 
 def giving(function: Callable[..., Any], made: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -125,23 +53,6 @@ def giving(function: Callable[..., Any], made: Callable[[Any], Any]) -> Callable
         return made(function(**given))
 
     return functools.update_wrapper(called, function, updated=())
-
-
-def printable(text: str) -> str:
-    """Text that a tokenizer can encode: half characters (lone surrogates) become question marks."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def shows_no_images(images: Sequence[Any]) -> Iterable[tuple[Image.Image, Picture]]:
-    """The function `process` of a run whose model sees no images: it raises an `InputError`."""
-    raise InputError("this run shows no images to the model; give text")
-
-
-def _text(block: Mapping[str, Any]) -> str:
-    if block.get("type") == "text" and isinstance(block.get("text"), str):
-        return printable(block["text"])
-    kind = block.get("type")
-    raise InputError(f"a content block of type {kind!r:.40} is not supported; give text or images")
 
 
 Schema = dict[str, Any]
@@ -244,7 +155,7 @@ class ToolCalls:
         self.home = home if home is not None else Here()
         self.errands = self.home.errands if isinstance(self.home, Here) else Errands()
         self._threads = threads
-        self.process: Process = shows_no_images
+        self.process: Process = refusing(NO_IMAGES)
         self.failing = Failing()
         # The turns whose rollouts wait for calls: these calls, ended ones too, with the names of their functions.
         # None in place of a name: the thread that serves the engine runs the call, and nothing else meanwhile.

@@ -1,15 +1,13 @@
 """The prompts of a run: made of what a user gives as data, and their order over the generations.
 
-Makes prompts of what a user gives as data: a dataset with a `prompt` column, a stream, or several sets with names.
+A user gives a dataset with a `prompt` column, a stream, or several sets with names. `read_data` checks the rows before
+a model is loaded, and `read_prompts` makes their ids. A stream (`datasets.IterableDataset`) is read before training
+begins: the rows that the run's steps need, in its order. From there on it is a dataset like any other. Therefore the
+receipt has the digest of the rows, and a run is resumed exactly.
 
-Rows are checked, tokenized and measured before a model is loaded. A stream (`datasets.IterableDataset`) is read
-before training begins: for training the rows that the run's steps need, in the order of the stream. From there on
-they are treated like the rows of any dataset. Therefore the receipt has their digest, and a run is resumed exactly.
-
-The prompts of each generation, and the loader that gives them to the loop, one item per micro-step.
-
-If solved prompts are left out, the order also depends on the scored groups. The order is a pure function of the seed
-and of which prompt was solved in which generation. So a resumed run gets the same prompts as an uninterrupted one.
+`PromptOrder` says which prompts a generation has: a pure function of the seed, and, if solved prompts are left out, of
+which prompt was solved in which generation. So a resumed run gets the prompts of an uninterrupted one. A loader gives
+them to the loop as one `MicroBatch` per micro-step.
 """
 
 from __future__ import annotations
@@ -29,17 +27,15 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.run import OnlineConfig
 from lockstep.errors import InputError, LockstepError, quoted
-from lockstep.images.prompts import IdsOf, ImagePrompts
-from lockstep.images.reading import has_pictures, with_own_decoder
+from lockstep.images.prompts import IdsOf, PromptReader
+from lockstep.images.reading import with_own_decoder
 from lockstep.progress import busy
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
-from lockstep.tokens.arrays import whole_numbers
 from lockstep.tokens.chat import (
     Template,
     check_embedded,
     is_conversational,
-    render_prompt,
     template_of,
     with_joined_text,
 )
@@ -136,13 +132,10 @@ def check_dataset(dataset: Any, name: str) -> None:
 def load_prompts(
     dataset: Dataset,
     name: str,
-    tokenizer: PreTrainedTokenizerBase,
+    reader: PromptReader,
     *,
     max_prompt_length: int,
-    chat_template_kwargs: dict[str, Any] | None = None,
     ids_of: IdsOf | None = None,
-    images: ImagePrompts | None = None,
-    add_special_tokens: bool = True,
     limit: tuple[str, int] | None = None,
 ) -> list[Prompt]:
     """Every row as a prompt, named `<name>/<row>`.
@@ -150,41 +143,20 @@ def load_prompts(
     Args:
         max_prompt_length: number of tokens that the model's context leaves for a prompt.
         ids_of: makes the ids of a row's prompt, for example with tools; None: they are the prompt's alone.
-        images: reads the prompts and their pictures; None: there are no pictures.
-        add_special_tokens: whether prompts that are text get the tokenizer's special tokens.
         limit: the field that bounds a completion, and its value, for the error about a prompt that is too long.
 
     Raises:
         InputError: a prompt cannot be tokenized, or is too long, or a picture cannot be read. The message names the
             row.
     """
-    if images is None and (shown := {"image", "images"} & set(dataset.column_names)):
-        # TRL would show the images to the model. If they were ignored, the model would answer without having seen them.
-        raise InputError(
-            f"the {name} dataset has a column {min(shown)!r}: images are not supported here, because the "
-            f"model reads none or the "
-            "run began without any; drop the column"
-        )
-    prompts, template = [], template_of(tokenizer, chat_template_kwargs) if ids_of is None else None
-
-    def ids_alone(row: Any) -> Any:
-        return render_prompt(
-            row["prompt"], tokenizer, template=template, add_special_tokens=add_special_tokens
-        )
-
+    reader.check_columns(name, dataset.column_names)
+    prompts = []
     for index, given in enumerate(_read(dataset, f"the {name} dataset")):
         prompt_id = f"{name}/{index}"
-        source = with_joined_text(given["prompt"])
-        row = {**given, "prompt": source}
         try:
-            if images is not None:
-                # From here on, the run needs no network.
-                row = images.with_files(row)
-                source = row["prompt"]
-                is_text = ids_of is None and isinstance(source, str)
-                ids, pictures = images.read(row, ids_alone if is_text else ids_of)
-            else:
-                ids, pictures = whole_numbers((ids_of or ids_alone)(row)), None
+            # From here on, the run needs no network.
+            row = reader.with_files({**given, "prompt": with_joined_text(given["prompt"])})
+            ids, pictures = reader.read(row, ids_of)
         except InputError as error:
             raise InputError(f"prompt {prompt_id}: {error}") from error
         if len(ids) > max_prompt_length:
@@ -195,19 +167,18 @@ def load_prompts(
                 f"prompt {prompt_id} has {len(ids)} tokens; there is room for {max_prompt_length} beside "
                 f"{beside}: shorten or drop the row{otherwise}"
             )
-        columns = {k: v for k, v in row.items() if k != "prompt"}
-        prompts.append(Prompt(prompt_id, ids, source, columns, pictures))
+        source = row.pop("prompt")
+        prompts.append(Prompt(prompt_id, ids, source, row, pictures))
     return prompts
 
 
 def read_prompts(
     datasets: Mapping[str, Dataset],
-    tokenizer: PreTrainedTokenizerBase,
+    reader: PromptReader,
     longest: int,
     config: OnlineConfig,
     ranks: Ranks,
     ids_of: IdsOf | None = None,
-    images: ImagePrompts | None = None,
     *,
     vocabulary: int,
 ) -> dict[str, list[Prompt]]:
@@ -218,14 +189,14 @@ def read_prompts(
     Args:
         datasets: by the name that their prompts get.
         longest: number of tokens that prompt and completion may have together.
-        ids_of, images: as in `load_prompts`.
+        ids_of: as in `load_prompts`.
         vocabulary: number of ids that the model embeds.
 
     Raises:
         InputError: on every rank; a rank cannot use its data (see `load_prompts`), a prompt has a token without an
             embedding, or two ranks have different prompts.
     """
-    room, arguments = longest - config.completion_limit, config.template_arguments
+    room = longest - config.completion_limit
     field = "max_new_tokens" if hasattr(config, "max_new_tokens") else "max_completion_length"
     if room < 1:
         raise InputError(
@@ -239,12 +210,9 @@ def read_prompts(
             found[name] = load_prompts(
                 data,
                 name,
-                tokenizer,
+                reader,
                 max_prompt_length=room,
-                chat_template_kwargs=arguments,
                 ids_of=ids_of,
-                images=images,
-                add_special_tokens=config.add_special_tokens,
                 limit=(field, config.completion_limit),
             )
         for prompt in (p for prompts in found.values() for p in prompts):
@@ -254,8 +222,8 @@ def read_prompts(
     parts = [read()] if ranks.count == 1 else ranks.share("prompts", read)
     if ranks.owner:
         every = [p for prompts in found.values() for p in prompts]
-        _tell_guarded(every, template_of(tokenizer, arguments))
-        tell_added(every, tokenizer)
+        _tell_guarded(every, template_of(reader.tokenizer, config.template_arguments))
+        tell_added(every, reader.tokenizer)
         if (clock := config.template_clock).was_read:
             _logger.info(
                 f"the chat template contains the time: every prompt and turn of this run has "
@@ -314,8 +282,7 @@ def digest_of_prompts(prompts: Sequence[Prompt]) -> list[Any]:
     for prompt in prompts:
         name = prompt.prompt_id.encode()
         digest.update(b"%d %d " % (len(name), len(prompt.ids)) + name + prompt.ids.tobytes())
-        if prompt.pictures is not None:
-            digest.update("".join(prompt.pictures.digests).encode())
+        digest.update("".join(prompt.pictures.digests).encode())
     return [len(prompts), digest.hexdigest()]
 
 
@@ -352,9 +319,7 @@ def read_data(train: Any, evaluation: Any, config: OnlineConfig, environment_fac
     """
     ordered = isinstance(train, IterableDataset)
     _check_size(config)
-    train = as_rows(train)
-    if has_pictures(train):
-        train = with_own_decoder(train)
+    train = with_own_decoder(as_rows(train))
     check_dispatch(train, evaluation, config)
     if ordered:
         train = _training_rows(train, config)
@@ -423,8 +388,7 @@ def read_sets(given: Any) -> Any:
     """What the user gave as `eval_dataset`, with streams read to their end: a dataset, datasets by name, or None."""
     if isinstance(given, Mapping):
         return {name: read_sets(data) for name, data in given.items()}
-    given = as_rows(given)
-    own = with_own_decoder(given) if has_pictures(given) else given
+    own = with_own_decoder(as_rows(given))
     if not isinstance(own, IterableDataset):
         return own
     found = _rows(own, _MOST_EVALUATED + 1, "an eval dataset")

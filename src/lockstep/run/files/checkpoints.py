@@ -26,8 +26,18 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from lockstep.config.run import OnlineConfig
-from lockstep.errors import InputError, writing
-from lockstep.files import as_json, free_name, publish_folder, replace_text, replacing, set_aside, sync_folder
+from lockstep.errors import InputError, reason, writing
+from lockstep.files import (
+    as_json,
+    free_name,
+    from_json,
+    publish_folder,
+    read_json,
+    replace_text,
+    replacing,
+    set_aside,
+    sync_folder,
+)
 from lockstep.learn.methods.objective import Objective
 from lockstep.learn.policy_and_reference import FILE as REFERENCE
 from lockstep.learn.policy_and_reference import Reference
@@ -67,7 +77,7 @@ def complete_checkpoints(output_dir: str | Path) -> list[Path]:
 
 def checkpoint_step(checkpoint: Path) -> int:
     """Number of optimizer steps that the run had taken when it wrote this complete checkpoint."""
-    return int(json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"])
+    return int(read_json(checkpoint / TRAINER_STATE)["global_step"])
 
 
 def set_damaged_aside(output_dir: str | Path) -> None:
@@ -219,8 +229,8 @@ def _is_broken(line: bytes) -> bool:
     if not line.isascii():
         return True
     try:
-        return not isinstance(json.loads(line)["step"], int)
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return not isinstance(from_json(line)["step"], int)
+    except (ValueError, KeyError, TypeError):
         return bool(line.strip())
 
 
@@ -231,8 +241,8 @@ def keep_logs_of_lost(folder: Path, step: int) -> None:
         return
     named = set()
     for line in read_log(receipt):
-        with suppress(ValueError, KeyError, TypeError):
-            entry = json.loads(line)
+        with suppress(ValueError, KeyError, TypeError, OverflowError):
+            entry = from_json(line)
             if entry["kind"] == "checkpoint" and int(entry["step"]) > step:
                 named.add(int(entry["step"]))
     there = {path.name for place in (folder, folder / UNFINISHED) for path in _checkpoints(place)}
@@ -274,7 +284,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 def _is_complete(checkpoint: Path) -> bool:
     try:
         return checkpoint_step(checkpoint) == int(checkpoint.name.rpartition("-")[2])
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         # The file is missing, is not text, is not JSON, or is JSON with other content.
         return False
 
@@ -414,10 +424,9 @@ def check_checkpoint(checkpoint: Path, step: int, receipt: Path) -> dict[str, An
         )
     try:
         return _checked(checkpoint, step, receipt)
-    except InputError as error:
-        raise InputError(
-            f"{what}{error}. Nothing was changed. {_remedy(checkpoint, step, receipt)}"
-        ) from error
+    except (InputError, OSError) as error:
+        why = error if isinstance(error, InputError) else f"{error.filename} cannot be read ({reason(error)})"
+        raise InputError(f"{what}{why}. Nothing was changed. {_remedy(checkpoint, step, receipt)}") from error
 
 
 def _checked(checkpoint: Path, step: int, receipt: Path) -> dict[str, Any]:
@@ -479,7 +488,7 @@ def restore_metrics(folder: Path, checkpoint: Path, step: int) -> None:
     The checkpoint's trainer state has the same lines. A file that differs is kept beside the new one. Lines may have
     more entries, which a callback of the user's has added.
     """
-    history = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8")).get("log_history", [])
+    history = read_json(checkpoint / TRAINER_STATE).get("log_history", [])
     wanted = [{"step": entry["step"], **entry} for entry in history if is_metric(entry)]
     path = folder / METRICS
     found = [entry for entry in read_lines(path) if _step(entry) <= step]

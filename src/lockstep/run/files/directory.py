@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from lockstep.config.run import OnlineConfig
 from lockstep.errors import InputError
-from lockstep.files import free_name, replace_text, what_is_at
+from lockstep.files import free_name, from_json, read_json, replace_text, what_is_at
 from lockstep.report.page.run_record import AFTER, END, REPORT, SETTINGS, SUMMARY
 from lockstep.rollouts.ranks import Ranks
 from lockstep.run.files import identity
@@ -176,8 +176,8 @@ def open_run_together(ranks: Ranks, output_dir: str | Path, settings: dict[str, 
 
 def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
     known = folder / SETTINGS
-    if known.exists() and known.is_dir():
-        raise InputError(f"{known} is a directory; give another output_dir")
+    if (there := what_is_at(known)) not in ("is a file", "does not exist"):
+        raise InputError(f"{known} {there}; give another output_dir")
     finish_replacement(folder)
     set_damaged_aside(folder)
     checkpoint, start = last_checkpoint(folder), None
@@ -219,11 +219,11 @@ def _is_finished(folder: Path) -> bool:
     if not path.exists():
         return False
     try:
-        if isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
+        if isinstance(read_json(path), dict):
             return True
     except (OSError, ValueError):
         pass
-    if path.is_dir() or last_checkpoint(folder) is None:
+    if not path.is_file() or last_checkpoint(folder) is None:
         raise InputError(
             f"{path} cannot be read, so that nobody can tell whether the run there has ended; give another output_dir"
         )
@@ -261,7 +261,7 @@ def _settings_in(folder: Path, checkpoint: Path) -> dict[str, Any]:
     troubles = []
     for path in (folder / SETTINGS, checkpoint / SETTINGS):
         try:
-            found = without_secrets(json.loads(path.read_text(encoding="utf-8")))
+            found = without_secrets(read_json(path))
             if not isinstance(found, dict):
                 raise ValueError("it holds no fields")
         except (OSError, ValueError) as error:
@@ -358,7 +358,7 @@ def other_time(earlier: Mapping[str, Any], clock: TemplateClock, checkpoint: Pat
 
 def _recorded(receipt: Path) -> datetime | None:
     try:
-        entries = [json.loads(line) for line in read_log(receipt) if CLOCK in line]
+        entries = [from_json(line) for line in read_log(receipt) if CLOCK in line]
         moments = [entry["inputs"][CLOCK] for entry in entries]
         return datetime.fromisoformat(moments[-1]) if moments else None
     except (OSError, ValueError, KeyError, TypeError):

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.contract.protocol import Completion
-from lockstep.files import as_json, replace_text, replacing, set_aside
+from lockstep.files import as_json, check_regular, from_json, replace_text, replacing, set_aside
 from lockstep.images.reading import text_of_content, thumbnails_of_messages, thumbnails_of_row
 from lockstep.learn.generation import Generation
 from lockstep.learn.methods.objective import Scores
@@ -399,6 +399,7 @@ def evaluation_line(path: Path, step: int) -> dict[str, Any] | None:
 
 def _text(path: Path) -> str | None:
     try:
+        check_regular(path)
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
@@ -407,11 +408,11 @@ def _text(path: Path) -> str | None:
 def _evaluation(text: str | None) -> dict[str, Any]:
     """The content of a file; empty if it holds no evaluation."""
     try:
-        found: dict[str, Any] = json.loads(text or "")
+        found: dict[str, Any] = from_json(text or "")
         if not found["metrics"] or not isinstance(found["rollouts"], list):
             return {}
         return {**found, "metrics": with_nan(found["metrics"])}
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return {}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import IntervalStrategy, rotate_checkpoints
 
 from lockstep.errors import InputError, LockstepError, writing
 from lockstep.files import replacing, what_is_at
@@ -33,8 +33,15 @@ from lockstep.shards.files import SHARDS, read_optimizer, read_weights, write_sh
 from lockstep.watch.inputs import changed_inputs, changed_surroundings, check_inputs, check_surroundings
 from lockstep.watch.optimizer_settings import Taken, taken_of
 from lockstep.watch.ranks import check_shards
-from lockstep.watch.receipt import RECEIPT
-from lockstep.watch.resume import TRAINER_STATE, check_loaded, memory_digests, seal
+from lockstep.watch.receipt import DIGESTS, RECEIPT
+from lockstep.watch.resume import (
+    TRAINER_STATE,
+    check_best,
+    check_loaded,
+    check_written,
+    memory_digests,
+    seal,
+)
 from lockstep.weights.source import PlainSource
 
 _logger = logging.getLogger(__name__)
@@ -204,8 +211,28 @@ class WholeCheckpoints(Trainer):
     def _load_best_model(self) -> None:
         if self.ranks.passes is not None:
             raise InputError("load_best_model_at_end is not supported with FSDP yet; leave it out")
-        if not load_renamed(self.model, Path(self.state.best_model_checkpoint)):
+        best = Path(self.state.best_model_checkpoint)
+        self._check_best()
+        if not load_renamed(self.model, best):
             super()._load_best_model()
+        if (best / DIGESTS).is_file():
+            check_loaded(best, self._memory(), only="policy.")
+
+    def _check_best(self) -> None:
+        """Compare the best checkpoint so far with the scheduled evaluations in the log."""
+        args, state = self.args, self.state
+        if args.metric_for_best_model is None or state.best_global_step is None:
+            return
+        metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+        by_step = args.eval_strategy == IntervalStrategy.STEPS
+        scheduled = [
+            entry
+            for entry in state.log_history
+            if entry["step"]
+            and (entry["step"] % state.eval_steps == 0 if by_step else entry["epoch"] % 1 == 0)
+        ]
+        better = bool(args.greater_is_better)
+        check_best(scheduled, metric, state.best_metric, state.best_global_step, greater_is_better=better)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self.ranks.passes is not None:
@@ -267,6 +294,8 @@ class WholeCheckpoints(Trainer):
             # After this file the base class writes only the trainer's state.
             self._name_best()
             memory = self._memory() if self.ranks.passes is None else self._digests
+            check_written(Path(output_dir), memory, (self.args.seed, self.state.global_step, 7))
+            self._check_best()
             digests = seal(Path(output_dir), memory, asdict(self.state))
             self.source.proofs.note_checkpoint(self.state.global_step, digests)
             shutil.copyfile(Path(self.args.output_dir or ".") / RECEIPT, Path(output_dir) / RECEIPT)

@@ -26,7 +26,7 @@ from transformers import (
 
 from lockstep.config.run import OnlineConfig
 from lockstep.errors import InputError, LockstepError
-from lockstep.images.prompts import ImagePrompts
+from lockstep.images.prompts import ImagePrompts, PromptReader
 from lockstep.images.reading import COLUMNS, has_images
 from lockstep.images.urls import ImageUrls
 from lockstep.learn.experts import check_routers, has_routers
@@ -231,16 +231,9 @@ def parts_of_processor(given: Any) -> tuple[Any, Any]:
     return tokenizer if tokenizer is not None else given, getattr(given, "image_processor", None)
 
 
-def unsupported_with_images(args: OnlineConfig) -> dict[str, bool]:
-    """Features that are not supported with pictures, and whether a run uses each."""
-    return {"use_liger_kernel": bool(args.use_liger_kernel)}
-
-
-def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, bool]) -> None:
-    """Refuse pictures that the model cannot read, or that the run cannot show it yet.
-
-    `datasets` may be None; `in_use` says of each feature that is not supported with pictures whether the run uses it.
-    """
+def check_images(datasets: Mapping[str, Any], model: Any, args: OnlineConfig) -> None:
+    """Refuse pictures that the model cannot read, or that the run cannot show it yet. Data sets may be None."""
+    in_use = {"use_liger_kernel": bool(args.use_liger_kernel)}
     for name, data in datasets.items():
         if not shows_pictures(data):
             continue
@@ -261,33 +254,40 @@ def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, b
             )
 
 
-def image_prompts(
+def prompt_reader(
     opened: OpenedPolicy,
     args: OnlineConfig,
     datasets: Mapping[str, Any],
     processor: Any = None,
     *,
     acting: bool,
-) -> ImagePrompts | None:
-    """Reads the pictures of a run; None: it has none, or cannot show any.
+) -> PromptReader:
+    """The reader of a run's prompts: of text alone, if the run has no pictures or cannot show any.
 
     If `acting`, tools, environments, a function or an agent may give pictures that no dataset has. Where such a run
     cannot show them, a tool that gives one gives an error to the model, and an agent gets an error.
     """
-    model, arguments = causal_model(opened.model), args.template_arguments
+    model, arguments, special = causal_model(opened.model), args.template_arguments, args.add_special_tokens
+    text = PromptReader(opened.tokenizer, arguments, add_special_tokens=special)
     in_data = any(map(shows_pictures, datasets.values()))
     if not reads_pictures(model.config) or not (in_data or acting):
-        return None
+        return text
     try:
-        urls = ImageUrls(args.image_urls or ())
         return ImagePrompts(
-            model, opened.tokenizer, opened.path, arguments, args.picture_limits, urls, processor
+            model,
+            opened.tokenizer,
+            opened.path,
+            arguments,
+            args.picture_limits,
+            ImageUrls(args.image_urls or ()),
+            processor,
+            add_special_tokens=special,
         )
     except InputError:
         # A model that comes without an image processor may still be trained on text.
         if in_data:
             raise
-        return None
+        return text
 
 
 def shows_pictures(data: Any) -> bool:

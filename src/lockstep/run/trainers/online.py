@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -78,14 +78,13 @@ from lockstep.run.trainers.checks import (
     check_reference_model,
     check_torch,
     context_within,
-    image_prompts,
     kinds_of_data,
     may_read_pictures,
     needs_plain_rows,
     parts_of_processor,
+    prompt_reader,
     refuse_arguments,
     router_coefficient,
-    unsupported_with_images,
 )
 from lockstep.run.trainers.evaluation import EvaluatesBySampling
 from lockstep.run.trainers.hooks import StepHooks, add_callbacks
@@ -235,7 +234,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             self._scorer = self.scorer(reward_funcs, reward_processing_classes)
         prepare_cuda()
         self._opened = opened = open_policy(model, processing_class, peft_config, args, quantization_config)
-        self._images = image_prompts(
+        self._reader = prompt_reader(
             opened, args, data.named, image_processor, acting=bool(tools) or makes_text
         )
         self._prove_settings(asked)
@@ -253,7 +252,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
                 self.reference,
                 args,
                 plain_rows=self._plain_rows,
-                images=self._images is not None,
+                images=self._reader.shows_pictures,
             )
         super().__init__(
             model=opened.model,
@@ -294,11 +293,10 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
     ) -> GivenData:
         """The rows of the data sets, checked. There are no prompts before there is a tokenizer."""
         found: list[GivenData] = []
-        in_use = unsupported_with_images(self.config)
 
         def read() -> None:
             found.append(read_data(train_dataset, eval_dataset, self.config, environment_factory))
-            check_images(found[0].named, model, in_use)
+            check_images(found[0].named, model, self.config)
 
         self.ranks.share("data", read)
         return found[0]
@@ -329,14 +327,12 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             "engine arguments", lambda: check_engine_arguments(args, name) if engine is None else None
         )
 
-    @property
-    def _banned_ids(self) -> Sequence[int]:
-        return self._images.banned_ids if self._images is not None else ()
-
     def _prove_settings(self, asked: UserSettings) -> None:
         tokenizer = self._opened.tokenizer
         self.settings = SettingsProof(
-            asked, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], self._banned_ids
+            asked,
+            lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
+            self._reader.banned_ids,
         )
 
     def _set_up_models(self, ref_model: PreTrainedModel | None) -> None:
@@ -350,7 +346,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self._context = context_within(policy, args.context_limit)
         self._end_ids = tuple(end_ids(causal_model(policy), tokenizer))
         if self.rollout_tools is not None:
-            self.rollout_tools.open(tokenizer, self._end_ids, self._images)
+            self.rollout_tools.open(self._reader, self._end_ids)
         self._vocabulary = embedding_rows(policy)
 
     def _read_prompts(self, data: GivenData, *, makes_text: bool) -> None:
@@ -362,26 +358,25 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             self._longest = min(self._longest + limit, self._context)
         self._train_prompts = prompts.pop("train")
         self._eval_prompts = prompts
-        tools, images = self.rollout_tools, self._images
+        tools, reader = self.rollout_tools, self._reader
         self._given_rows = GivenRows(
             data.train,
             self._opened.tokenizer,
             self.config,
             shuffled=self.config.shuffle_dataset and not data.ordered,
             tools_of=tools.shown_tools if tools is not None else None,
-            messages_of=images.messages_of if images is not None else None,
+            messages_of=reader.messages_of if reader.shows_pictures else None,
         )
 
     def _prompts_of(self, datasets: Mapping[str, Dataset], longest: int) -> dict[str, list[Prompt]]:
         """Prompts of data sets. Prompt and completion have at most `longest` tokens together, and the model's limit."""
         return read_prompts(
             datasets,
-            self._opened.tokenizer,
+            self._reader,
             min(self._context, longest),
             self.config,
             self.ranks,
             self.rollout_tools.prompt_ids if self.rollout_tools is not None else None,
-            self._images,
             vocabulary=self._vocabulary,
         )
 
@@ -392,7 +387,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self.objective.router_coefficient = router_coefficient(policy, args)
         if ref_model is not None:
             check_reference_model(policy, ref_model)
-        sampling = sampling_of(args, tokenizer, self._end_ids, self._banned_ids)
+        sampling = sampling_of(args, tokenizer, self._end_ids, self._reader.banned_ids)
         self.rules = IdRules.of_run(sampling, policy, tokenizer)
         self._plain_rows = needs_plain_rows(
             [policy, *([ref_model] if ref_model is not None else [])], self._longest
@@ -413,8 +408,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         still = reference.own if reference is not None and not follows else None
 
         def take_inputs() -> None:
-            processor = self._images.processor if self._images is not None else None
-            policy, tokenizer = self._opened.model, self._opened.tokenizer
+            policy, tokenizer, processor = self._opened.model, self._opened.tokenizer, self._reader.processor
             own = model_inputs(policy, tokenizer, self._end_ids, processor, still, own=own_reference)
             self.inputs |= run_inputs(rows, code, args, own)
             self.inputs[CLOCK] = args.template_clock.moment.isoformat()
@@ -429,18 +423,18 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
 
     def _start_source(self, engine: Engine | None, rollout_func: RolloutFunc | None) -> None:
         """Start the engine, or use the one that was given."""
-        args, policy, tokenizer = self.config, self._opened.model, self._opened.tokenizer
+        args, policy = self.config, self._opened.model
         context, limit = self._context, args.completion_limit
         # One more token if the model allows it: an engine scores a sequence only if one more token fits behind it.
         max_model_len = context if args.context_limit else min(self._longest + 1, context)
         bounds = Bounds(self._vocabulary, limit, max_model_len, self._end_ids)
         function = None
         if rollout_func is not None:
-            function = RolloutFunction(rollout_func, self, tokenizer, bounds, self._images)
+            function = RolloutFunction(rollout_func, self, self._reader, bounds)
         self.source = RolloutSource(
             policy,
             self._scorer,
-            tokenizer,
+            self._reader,
             args,
             self.clock,
             self.ranks,
@@ -451,7 +445,6 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             self.settings,
             tools=self.rollout_tools,
             function=function,
-            images=self._images,
             alarms=self.alarms,
         )
 

@@ -8,7 +8,8 @@ gathered, in every worker at the same time and in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +28,12 @@ from vllm.model_executor.utils import get_packed_modules_mapping
 from lockstep.contract.probe import (
     PROBED_ROWS,
     EngineModules,
+    HeldPart,
     ModuleKind,
     ProbedModule,
+    exact_products,
     expert_input,
+    held_digests,
     probe_experts,
     probe_inputs,
     probe_rows,
@@ -142,6 +146,52 @@ def probe_modules(
     return sendable(answers)
 
 
+def digests_of_held(
+    worker: Any, parts: Sequence[HeldPart], dtype: torch.dtype, key: int | None
+) -> dict[str, str]:
+    """Digests of parts of what this worker's modules hold (`held_digests`). An adapter of vLLM's has no part in it."""
+    model = worker.model_runner.model
+    own = {name for name, _ in _with_parameters(model)}
+    with torch.inference_mode(), exact_products():
+        found = {
+            part: _held(part, plain_module(model.get_submodule(_own_name(part.name))))
+            for part in parts
+            if _own_name(part.name) in own
+        }
+        return held_digests(found, dtype, key)
+
+
+def _held(part: HeldPart, module: Any) -> torch.Tensor:
+    """The numbers of a part of a module, as it computes with them; see `contract/probe.py`."""
+    if isinstance(module, LinearBase) and not _is_convolution(module):
+        inputs = sent(part.inputs(module.input_size, module.params_dtype), next(module.parameters()).device)
+        if part.asks_for_bias:
+            return part.outputs(_whole_output(module, module, inputs))
+        with _without_bias(module):
+            return part.outputs(_whole_output(module, module, inputs))
+    if isinstance(module, ParallelLMHead) or part.name.endswith(_AS_HEAD):
+        bias = getattr(module, "bias", None) if part.asks_for_bias else None
+        inputs = sent(part.inputs(module.embedding_dim, module.weight.dtype), module.weight.device)
+        logits = gathered_vocabulary(module, module.quant_method.apply(module, inputs, bias=bias))
+        return part.outputs(logits[:, : module.org_vocab_size])
+    if isinstance(module, VocabParallelEmbedding):
+        rows = torch.arange(part.start, part.stop, device=module.weight.device)
+        return VocabParallelEmbedding.forward(module, rows)
+    held = torch.cat([p.detach().flatten() for _, p in module.named_parameters(recurse=False)])
+    return held[part.start : part.stop]
+
+
+@contextmanager
+def _without_bias(module: Any) -> Iterator[None]:
+    """Inside the context a linear module adds no bias."""
+    bias = module.bias
+    try:
+        module.bias = None
+        yield
+    finally:
+        module.bias = bias
+
+
 def _own_name(name: str) -> str:
     """The module's name in this model, without the server's prefix and the head's suffix."""
     return name.rpartition("/")[2].removesuffix(_AS_HEAD)
@@ -155,8 +205,12 @@ def linear_output(name: str, module: Any, seed: int, *, with_zeros: bool = False
     own = plain_module(module)
     quantised = bool(quantization_of(own))
     inputs = probe_inputs(seed, name, own.input_size, has_bias=with_zeros, quantised=quantised)
-    inputs = own_inputs(own, sent(inputs.to(own.params_dtype), next(own.parameters()).device))
-    answer = module(inputs.contiguous())
+    return _whole_output(own, module, sent(inputs.to(own.params_dtype), next(own.parameters()).device))
+
+
+def _whole_output(own: LinearBase, module: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """(rows, outputs) of a whole linear module. `own` is the module without a LoRA layer around it."""
+    answer = module(own_inputs(own, inputs).contiguous())
     output, bias = answer if isinstance(answer, tuple) else (answer, None)
     return gathered(own, output if bias is None else output + bias)
 
