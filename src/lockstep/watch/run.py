@@ -17,6 +17,7 @@
 | `clipped` | `clipping` (the norm) |
 | `stepping` | `shards`, `clipping`, `learning_rate` |
 | `stepped` | `update`, `reference` (frozen weights) |
+| `moving_reference` | `reference_outputs` (a reference that follows) |
 | `saving` | `checkpoint` (nothing has changed since the last step) |
 | `evaluated` | `evaluation`, `rows`, `gap`, `draws`, `kept_ids` |
 
