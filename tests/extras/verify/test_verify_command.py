@@ -366,7 +366,9 @@ class TestBadInput:
     def test_sampling_that_training_refuses(
         self, untied_dir: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        self.refused(["--model", untied_dir, "--top_p", "0"], capsys, "top_p=0.0; it must be above 0.0")
+        self.refused(
+            ["--model", untied_dir, "--top_p", "0"], capsys, "top_p=0.0; it must be above 0 and at most 1"
+        )
 
     def test_a_missing_receipt(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.refused(["--receipt", str(tmp_path / "receipt.jsonl")], capsys, "does not exist")
