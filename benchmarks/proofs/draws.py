@@ -256,7 +256,9 @@ def main() -> None:
     )
     parser.add_argument("--length", type=int, default=64, help="tokens of a completion")
     parser.add_argument("--orders", type=int, default=200)
-    parser.add_argument("--only", default="", help="only the faults whose name contains this")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="only the faults whose name contains one of these"
+    )
     parser.add_argument(
         "--keep", type=Path, help="folder for the samples; samples that it already has are used again"
     )
@@ -274,7 +276,7 @@ def main() -> None:
     torch.manual_seed(0)
     rows, clean = {}, None
     print(f"{'fault':26}{'half':>9}{'90 %':>9}{'fixed, 90 %':>12}{'sampled':>10}")
-    for name in (name for name in FAULTS if name == _NO_FAULT or args.only in name):
+    for name in (name for name in FAULTS if name == _NO_FAULT or any(w in name for w in args.only)):
         draws = _cached(
             args.keep, name, lambda n=name: samples_of(n, model, prompts, args.completions, args.length)
         )

@@ -134,6 +134,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     from lockstep.watch.evidence import DrawnRows
     from lockstep.watch.finite_differences import Added
     from lockstep.watch.forward import HeldHooks, PlainForward
+    from lockstep.watch.held_weights import HeldWeights
     from lockstep.watch.kept_sets import KeptSetProof, KeptSetStats
     from lockstep.watch.loss_gradient import LossGradient
     from lockstep.watch.model_gradient import ModelGradient
@@ -149,6 +150,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     found: list[tuple[str, Any, tuple[str, ...]]] = [
         (DIGEST, reading, ("tensor_digest",)),
         (PROBE, ModuleProbe, ("measure",)),
+        ("held_weights", HeldWeights, ("compare",)),
         ("echo, keys, logprobs, version", inbox, ("check_answer",)),
         ("ends", Ends, ("check",)),
         ("turns", Record, ("note", "check")),

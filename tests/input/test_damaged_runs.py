@@ -81,7 +81,7 @@ def curve(run: Path) -> list[dict[str, Any]]:
 
 
 def pipe(name: str) -> Damage:
-    return lambda run: ((run / name).unlink(), os.mkfifo(run / name))
+    return lambda run: ((run / name).unlink(missing_ok=True), os.mkfifo(run / name))
 
 
 def gone(name: str) -> Damage:

@@ -157,9 +157,11 @@ class HeldPart(NamedTuple):
         outputs = f", {self.first}:{self.last}" if self.last else ""
         return f"{self.name}[{self.start}:{self.stop}{outputs}]"
 
-    def inputs(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """(rows, size) rows of the identity matrix; for a bias, one row of zeros."""
-        found = torch.zeros(max(self.stop - self.start, 1), size, dtype=dtype)
+    def inputs(self, size: int, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """(rows, size) rows of the identity matrix on the device of `like`; for a bias, one row of zeros."""
+        found = torch.zeros(
+            max(self.stop - self.start, 1), size, device=like.device, dtype=dtype or like.dtype
+        )
         if not self.asks_for_bias:
             found[:, self.start : self.stop].fill_diagonal_(1)
         return found

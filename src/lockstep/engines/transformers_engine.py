@@ -148,7 +148,7 @@ def held_of(part: HeldPart, module: torch.nn.Module) -> torch.Tensor:
         held = torch.cat([p.detach().flatten() for p in module.parameters(recurse=False)])
         return held[part.start : part.stop]
     size = module.weight.shape[0 if isinstance(module, Conv1D) else 1]
-    inputs = sent(part.inputs(size, module.weight.dtype), module.weight.device)
+    inputs = part.inputs(size, module.weight)
     if module.bias is None or part.asks_for_bias:
         return part.outputs(module(inputs))
     without = {"bias": torch.zeros_like(module.bias)}

@@ -217,7 +217,7 @@ class HeldWeights:
         if module.kind == "embedding":
             return tensors[0][part.start : part.stop]
         if part.asks_for_bias:
-            found = [self._bias(name, module) for name in module.tensors]
+            found = [self._bias(name, module, tensors[0].device) for name in module.tensors]
         else:
             found = [
                 (tensor if self._probe.transposed(name) else tensor.T)[part.start : part.stop].to(self._dtype)
@@ -225,12 +225,12 @@ class HeldWeights:
             ]
         return part.outputs(torch.cat(found, dim=1))
 
-    def _bias(self, name: str, module: ProbedModule) -> torch.Tensor:
+    def _bias(self, name: str, module: ProbedModule, device: torch.device) -> torch.Tensor:
         """(1, outputs) of the bias beside a weight; zeros if this part of a fused module has none."""
         beside = name.removesuffix("weight") + "bias"
         if beside in self._source.names:
             return self._source.tensor(beside)[None].to(self._dtype)
-        return torch.zeros(1, self._probe.outputs(module, name), dtype=self._dtype)
+        return torch.zeros(1, self._probe.outputs(module, name), dtype=self._dtype, device=device)
 
     # ---- what differs -----------------------------------------------------------------------------------------------
 

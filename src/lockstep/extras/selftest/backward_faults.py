@@ -1,9 +1,9 @@
 """Faults of the model's own backward. Every score of the forward stays right.
 
-B1 to B4 and B8 to B12 are there when a run begins. A stage has passed its first step, so each of them makes its next
+B1 to B4 and B8 to B10 are there when a run begins. A stage has passed its first step, so each of them makes its next
 step a first one. B5 to B7 appear later, when only a part of every tenth step is checked. Here a part of every step is.
 
-B8 to B12 act only on long sequences: whatever has no more than 60 positions has right gradients.
+B8 to B10 act only on long sequences: whatever has no more than 60 positions has right gradients.
 """
 
 from __future__ import annotations
@@ -122,17 +122,12 @@ def _detached(rows: slice) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
-def _long(change: Callable[[torch.Tensor], torch.Tensor], *names: str, layer: int | None = None) -> Any:
-    """A change of what modules of these names give, in all layers or in one. Other modules lose no gradient."""
+def _long(change: Callable[[torch.Tensor], torch.Tensor], *names: str) -> Callable[[Stage], Patch]:
+    """A change of what all modules of these names give."""
 
     def inject(stage: Stage) -> Patch:
         modules = _modules(stage, *names)
-        chosen = modules if layer is None else modules[layer : layer + 1]
-
-        def hook(module: torch.nn.Module, given: Any, made: Any) -> Any:
-            return (change(made[0]), *made[1:]) if isinstance(made, tuple) else change(made)
-
-        return _hooked([m.register_forward_hook(hook) for m in chosen])
+        return _hooked([m.register_forward_hook(lambda m, given, made: change(made)) for m in modules])
 
     return inject
 
@@ -194,24 +189,12 @@ BACKWARD_FAULTS = (
     ),
     _fault(
         "B9",
-        "no gradient of one mlp after position 60",
-        _long(_detached(_LATE), "mlp", layer=0),
-        _needs("mlp"),
-    ),
-    _fault(
-        "B10",
         "no gradient of values before the last 60 positions",
         _long(_detached(_EARLY), "v_proj"),
         _needs("v_proj"),
     ),
     _fault(
-        "B11",
-        "no gradient of embeddings before the last 60 positions",
-        _long(_detached(_EARLY), "embed_tokens"),
-        _needs("embed_tokens"),
-    ),
-    _fault(
-        "B12",
+        "B10",
         "twice the gradient of attention after position 60",
         _long(_scaled_late, "o_proj"),
         _needs("o_proj"),

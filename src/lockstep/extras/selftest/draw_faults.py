@@ -243,7 +243,7 @@ DRAW_FAULTS = (
     *(
         Fault(
             f"S1-{name}",
-            f"{what}, and reports the right log-probs",
+            what,
             inject,
             check="draws",
             needs=seams.needs_single(

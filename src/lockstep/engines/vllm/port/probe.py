@@ -164,14 +164,14 @@ def digests_of_held(
 def _held(part: HeldPart, module: Any) -> torch.Tensor:
     """The numbers of a part of a module, as it computes with them; see `contract/probe.py`."""
     if isinstance(module, LinearBase) and not _is_convolution(module):
-        inputs = sent(part.inputs(module.input_size, module.params_dtype), next(module.parameters()).device)
+        inputs = part.inputs(module.input_size, next(module.parameters()), module.params_dtype)
         if part.asks_for_bias:
             return part.outputs(_whole_output(module, module, inputs))
         with _without_bias(module):
             return part.outputs(_whole_output(module, module, inputs))
     if isinstance(module, ParallelLMHead) or part.name.endswith(_AS_HEAD):
         bias = getattr(module, "bias", None) if part.asks_for_bias else None
-        inputs = sent(part.inputs(module.embedding_dim, module.weight.dtype), module.weight.device)
+        inputs = part.inputs(module.embedding_dim, module.weight)
         logits = gathered_vocabulary(module, module.quant_method.apply(module, inputs, bias=bias))
         return part.outputs(logits[:, : module.org_vocab_size])
     if isinstance(module, VocabParallelEmbedding):
