@@ -132,7 +132,7 @@ def test_a_field_that_a_command_sets_itself_is_said_and_its_own_comes_last(
     found = without_unused(given, "verify", (Part.LEARNING,), {"num_generations": 4, "min_p": None})
     assert found.words == ("--num_generations", "4")
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("in lockstep verify, which makes no training run and sets them itself")
+    assert line.endswith("in lockstep verify, which makes no training run and decides that itself")
 
 
 def test_every_part_is_that_of_a_field_and_has_words() -> None:

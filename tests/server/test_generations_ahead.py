@@ -382,7 +382,7 @@ def check_nothing_is_lost(model: str, folder: Path, url: str, lose: Callable[[],
     ("changes", "message"),
     [
         ({"max_staleness": 3, "steps_per_generation": 2}, "multiple of the 2 optimizer steps"),
-        ({"max_staleness": -1}, "it must be 0 or a multiple"),
+        ({"max_staleness": -1}, "it must be at least 0 and at most 1000"),
         ({"vllm_importance_sampling_correction": False}, "uncorrected"),
     ],
 )

@@ -369,7 +369,7 @@ def without_unused(
         whats = [
             NOTHING_OF[part] for part in Part if any(lacking.get(n) == part for n in typed if n not in own)
         ]
-        whats += ["sets them itself"] * bool(own.keys() & set(typed))
+        whats += ["decides that itself"] * bool(own.keys() & set(typed))
         tell_no_effect(typed, f"in lockstep {command}, which {' and '.join(whats)}")
     words = without(given.words, {f"--{prefix}{name}" for name in unused for prefix in ("", "no_")})
     words += [w for name, value in own.items() if value is not None for w in (f"--{name}", str(value))]

@@ -277,7 +277,7 @@ def words_of_command(command: str) -> list[str]:
     if not words:
         raise InputError(f"{said} is empty")
     if shutil.which(words[0]) is None:
-        raise InputError(f"{said}: there is no program {words[0]!r:.80} here that may be run")
+        raise InputError(f"{said} names no program that may be run here")
     return words
 
 

@@ -625,7 +625,7 @@ class GroupConfig(OnlineConfig):
     """
 
     num_generations: int = option(
-        8, "Completions per prompt (the size of a group).", group="method", common=True
+        8, "Completions per prompt (the size of a group).", group="method", common=True, bounds=COUNT
     )
     num_generations_eval: int | None = option(
         None,

@@ -15,7 +15,7 @@ import torch
 
 from lockstep.algorithms.losses import PreferenceLossType, choose, preference_loss
 from lockstep.config.documented import documented
-from lockstep.config.option import Bounds, option
+from lockstep.config.option import COUNT, Bounds, option
 from lockstep.config.run import OnlineConfig
 from lockstep.errors import InputError
 from lockstep.learn.methods.objective import Objective, Tally, TokenBatch
@@ -39,12 +39,13 @@ class OnlineDPOConfig(OnlineConfig):
         None, "Reward model, if no reward_funcs are given.", group="reward", common=True
     )
     max_new_tokens: int = option(
-        64, "Largest number of tokens of a completion.", group="sampling", common=True
+        64, "Largest number of tokens of a completion.", group="sampling", common=True, bounds=COUNT
     )
     max_length: int = option(
         512,
         "Largest number of tokens of prompt and completion; longer prompts are refused.",
         group="sampling",
+        bounds=COUNT,
     )
     missing_eos_penalty: float | None = option(
         None, "Subtracted from the reward of a completion that was cut at the length limit.", group="reward"

@@ -50,7 +50,10 @@ class PPOConfig(GroupConfig):
         only_with="several_steps",
     )
     value_learning_rate: float | None = option(
-        None, "Learning rate of the value head; default: ten times learning_rate.", group="method"
+        None,
+        "Learning rate of the value head; default: ten times learning_rate.",
+        group="method",
+        bounds=Bounds(0),
     )
 
     @property
