@@ -1172,8 +1172,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the version of older weights is known",
-        "self._digests(self._columns((self._turn + ahead) % self._shares), version)",
-        "pass",
+        "ahead = self._columns_ahead(self._turn if every else self._turn + 1)",
+        "ahead: list[HeldPart] = []",
         HELD,
     ),
     Mutation(
@@ -1343,7 +1343,7 @@ MUTATIONS = [
     Mutation("ids beyond the logits have a mass", " * (window < p.shape[1])", "", ID_CLASSES),
     Mutation(
         "the classes of a run are not bet on",
-        "classes=None if sums.classes is None else sums.classes.values()",
+        "classes=scores.classes",
         "classes=None",
         "tests/watch/test_draws_in_training.py::test_a_resumed_run_stops_too",
     ),

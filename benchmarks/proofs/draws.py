@@ -170,7 +170,7 @@ def _scored(model: Any, ids: torch.Tensor) -> TokenDraws:
     sums.of_rows(0, rows, rows, tokens, p, logits, (p * logits).sum(-1))
     columns = logps[rows, tokens], torch.special.entr(p).sum(-1), sums.variances, sums.below, sums.upto
     assert sums.classes is not None
-    values = sums.classes.values()
+    values = sums.classes.values(sums.classes.masses)
     classes = ClassValues(*(a.reshape(count, length, *a.shape[1:]) for a in vars_of(values)))
     return TokenDraws(*torch.stack(columns).view(-1, count, length).double().numpy(), classes=classes)
 

@@ -68,7 +68,7 @@ CAUGHT_BY = {
     "W13": {"module_probe"},
     "small-1": {"module_probe", "gap", "held_weights", "verify: module probe"},
     "small-2": {"module_probe", "gap"},
-    "small-3": {"version"},
+    "small-3": {"version", "held_weights"},
     **{f"small-{i}": {"module_probe", "held_weights", "verify: module probe"} for i in (4, 5, 7)},
     "small-6": {"module_probe", "held_weights"},
     "P1": {"gap"},

@@ -62,7 +62,7 @@ def test_classes_and_masses_are_those_of_their_definitions(vocabulary: int, wind
     p = torch.randn(len(expected), vocabulary).softmax(-1)
     for part in torch.arange(len(expected)).split(3):
         found.fill(part, p[part])
-    values = found.values()
+    values = found.values(found.masses)
     tokens = [int(i) for s in sequences for i in s.sampled_ids]
     for row, (ids, token) in enumerate(zip(expected, tokens, strict=True)):
         assert values.members[row].tolist() == [token in own for own in ids]
@@ -79,7 +79,7 @@ def test_an_id_without_a_logit_has_no_mass() -> None:
     found = TokenClasses(Classes(_ENDS), [sequence])
     p = torch.tensor([[0.1, 0.2, 0.3, 0.15, 0.05, 0.2]] * 2)
     found.fill(torch.arange(2), p)
-    given = found.values().masses[:, id_classes.BY_IDS.index("given")]
+    given = found.values(found.masses).masses[:, id_classes.BY_IDS.index("given")]
     assert given == pytest.approx([0.2, 0.2])
 
 

@@ -163,8 +163,9 @@ def test_wrong_weights_are_detected_even_if_every_token_is_old(
         return real(perturbed(model, scale=0.5) if version == 2 else model, engine, version)
 
     monkeypatch.setattr(source, "push_weights", pushes_others)
-    # The module probe would find the fault first, so it is switched off: the canary must find the fault alone.
+    # The probes would find the fault first, so they are switched off: the canary must find the fault alone.
     monkeypatch.setattr(proofs, "check_probe", lambda *_: None)
+    monkeypatch.setattr(proofs, "check_held", lambda *_: None)
     trainer = make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=4)
     with pytest.raises(ProofError, match="canary"):
         train(trainer)

@@ -61,7 +61,7 @@ def test_a_bet_pays_one_on_average(before: str, row: str) -> None:
     sums.of_rows(0, every, every, every, p, logits, (p * logits).sum(-1))
     found = logits.log_softmax(-1)[every, every], torch.special.entr(p).sum(-1)
     columns = torch.stack([v.double() for v in (*found, sums.variances, sums.below, sums.upto)]).numpy()
-    draws = TokenDraws(*columns, classes.values().part(slice(count - 1, None, count)))
+    draws = TokenDraws(*columns, classes.values(classes.masses).part(slice(count - 1, None, count)))
     possible = draws.logps > -1e6
     paid = {n: np.exp(draws.logps + BETS[n].log_ratios(draws))[possible].sum() for n in (*CONTEXT, *PARTS)}
     assert paid == pytest.approx(dict.fromkeys(paid, 1.0), abs=2e-5)

@@ -137,8 +137,8 @@ class TokenClasses:
         sums += [(of_window * ((known & bit) > 0)).sum(-1) for bit in self._bits]
         self.masses[tokens] = torch.cat([torch.stack(sums, 1), self._classes.masses(p)], 1).to(self.masses)
 
-    def values(self) -> ClassValues:
-        """The classes, on the host, after the forward."""
+    def values(self, masses: torch.Tensor) -> ClassValues:
+        """The classes, on the host, after the forward. `masses` are those of this object, on the host."""
         rows = np.arange(len(self._ids))
         members = np.zeros((len(rows), CLASSES), dtype=bool)
         members[:, 0] = np.isin(self._ids, self._classes.end_ids)
@@ -147,8 +147,7 @@ class TokenClasses:
             members[:, 1 + column] = (is_own & ((self._marks >> column & 1) > 0)).any(1)
         for numbers in self._classes.numbers(self._ids, self.vocabulary):
             members[rows, len(BY_IDS) + numbers] = True
-        masses = self.masses.double().cpu().numpy().clip(0.0, 1.0)
-        return ClassValues(masses, members, self._first, self._places)
+        return ClassValues(masses.double().numpy().clip(0.0, 1.0), members, self._first, self._places)
 
 
 def _recent(sequence: TrainingSequence) -> tuple[NDArray[np.int32], NDArray[np.uint8], Flags, Ids]:

@@ -19,13 +19,14 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.definitions.sampling import UserSettings, logprob
-from lockstep.devices import sent
+from lockstep.devices import on_host, sent
 from lockstep.learn.events import Evidence
+from lockstep.learn.id_classes import ClassValues
 from lockstep.learn.methods.objective import Tally
 from lockstep.learn.pack import Pack
 from lockstep.learn.scoring import TokenScores
 from lockstep.learn.sequence import TrainingSequence, column, flat
-from lockstep.learn.update import Policy, as_float64
+from lockstep.learn.update import Policy, Reals64, as_float64
 from lockstep.models.adapters import causal_model
 from lockstep.models.arithmetic import Precision, transformed_logits
 from lockstep.models.policy import fp32_head_product
@@ -258,7 +259,7 @@ class TokenEvidence:
             self.repeated = self.repeated + measure_gap(before, now, names, lengths)
         gap, difference = gap_of(sequences, behaviour, before)
         self.gap, self.difference = self.gap + gap, self.difference + difference
-        for own, found in scores:
+        for (own, _), found in zip(scores, host_scores([one for _, one in scores]), strict=True):
             self.draws = self.draws + draws_of(own, found)
             if now is None:
                 self.slope = self.slope + slope_of(own, found)
@@ -329,18 +330,57 @@ def gap_of(
     return measure_gap(behaviour[fresh], policy[fresh], names, counts), every
 
 
-def slope_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> GapSlope:
+@dataclass(frozen=True, slots=True)
+class HostScores:
+    """The scores of a pack's N tokens, on the host.
+
+    Attributes:
+        logps, entropies: (N,) float64.
+        draws: (3, N) float64 sums of the draws proof, in the order of `TokenDraws`; None: there are none.
+        classes: the classes of ids of the tokens with such sums; None: nobody bets on them.
+    """
+
+    logps: Reals64
+    entropies: Reals64
+    draws: Reals64 | None
+    classes: ClassValues | None
+
+
+def host_scores(scores: Sequence[TokenScores]) -> list[HostScores]:
+    """The scores of several packs, which are copied together."""
+    columns: list[torch.Tensor] = []
+    for one in scores:
+        columns += [one.logps, one.entropies]
+        if (sums := one.draws) is not None:
+            columns += [sums.variances, sums.below, sums.upto]
+            columns += [] if sums.classes is None else [sums.classes.masses]
+    hosts = iter(on_host(columns))
+
+    def column() -> Reals64:
+        return next(hosts).double().numpy()
+
+    return [
+        HostScores(
+            column(),
+            column(),
+            None if one.draws is None else np.stack([column() for _ in range(3)]),
+            None if one.draws is None or one.draws.classes is None else one.draws.classes.values(next(hosts)),
+        )
+        for one in scores
+    ]
+
+
+def slope_of(sequences: Sequence[TrainingSequence], scores: HostScores) -> GapSlope:
     """The slope of the signed gap, over tokens that the weights of this forward have sampled."""
-    behaviour, logps, entropies = as_float64(
-        column(sequences, "behaviour_logps"), scores.logps, scores.entropies
-    )
-    fresh = np.ones(len(logps), np.bool_) if sequences[0].fresh is None else flat(sequences, "fresh")
+    behaviour = np.asarray(column(sequences, "behaviour_logps"), np.float64)
+    fresh = np.ones(len(behaviour), np.bool_) if sequences[0].fresh is None else flat(sequences, "fresh")
     counts = [int(np.count_nonzero(part)) for part in cut(fresh, [s.length for s in sequences])]
     prompts = [s.name.rpartition("#")[0] for s in sequences]
-    return measure_slope((behaviour - logps)[fresh], (logps + entropies)[fresh], prompts, counts)
+    gap, surprise = behaviour - scores.logps, scores.logps + scores.entropies
+    return measure_slope(gap[fresh], surprise[fresh], prompts, counts)
 
 
-def draws_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> DrawStats:
+def draws_of(sequences: Sequence[TrainingSequence], scores: HostScores) -> DrawStats:
     """Statistics of the draws proof over the drawn rollouts; none if the forward gave no sums for it.
 
     Which tokens are bet on must not depend on the tokens. A rollout learns because of its reward, so those that are
@@ -348,12 +388,11 @@ def draws_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> Draw
     """
     if scores.draws is None:
         return DrawStats()
-    sums = scores.draws
-    values = np.stack(as_float64(scores.logps, scores.entropies, sums.variances, sums.below, sums.upto))
+    values = np.stack([scores.logps, scores.entropies, *scores.draws])
     drawn = [s for s in sequences if s.picked]
     if len(drawn) < len(sequences):
         values = values[:, np.repeat([s.picked for s in sequences], [s.length for s in sequences])]
     fresh = None if sequences[0].fresh is None else flat(drawn, "fresh")
     lengths = [s.length for s in drawn]
-    found = replace(TokenDraws(*values), classes=None if sums.classes is None else sums.classes.values())
+    found = replace(TokenDraws(*values), classes=scores.classes)
     return measure_draws(found, column(drawn, "behaviour_logps"), lengths, fresh)

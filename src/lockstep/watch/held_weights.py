@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -40,6 +40,8 @@ from lockstep.weights.source import PlainSource
 
 # On a CPU, a share is this many times smaller.
 _PACE_ON_A_CPU = 4
+# Numbers that are held at a time, unless one share has more.
+_AT_ONCE = 1 << 25
 # How many tensors an error names.
 _NAMED = 4
 # For so many pushes at least a digest is kept, to know the version of older numbers.
@@ -124,19 +126,17 @@ class HeldWeights:
         turns = range(self._shares) if every else range(self._turn, self._turn + 1)
         compared: list[HeldPart] = []
         wrong: dict[HeldPart, str] = {}
-        for turn in turns:
-            parts = self._parts(turn) if every else self._parts(turn) + self._columns(turn)
+        ahead = self._columns_ahead(self._turn if every else self._turn + 1)
+        for shares in self._together(turns):
+            parts = shares if every else shares + self._columns(self._turn)
             asked = {one: part for part in parts for one in self._asked(part)}
             found = self._engine.held(list(asked), self._dtype, self._key)
-            due = self._digests(parts, version)
+            due, ahead = self._digests([*parts, *ahead], version), []
             digests = {one: found.get(str(one), "") for one in asked}
             wrong |= {one: digest for one, digest in digests.items() if digest != due[asked[one]]}
-            compared += self._parts(turn)
+            compared += shares
         if not every:
             self._turn = (self._turn + 1) % self._shares
-        # If the next pushes have no effect, the engine still has these numbers when they look at these columns.
-        for ahead in range(self._pace):
-            self._digests(self._columns((self._turn + ahead) % self._shares), version)
         versions = {part: self._versions[str(_plain(part))].get(digest) for part, digest in wrong.items()}
         tensors = {part: self._tensors(part, version) for part in wrong}
         self._compared += 1
@@ -166,6 +166,19 @@ class HeldWeights:
 
     # ---- which parts ------------------------------------------------------------------------------------------------
 
+    def _together(self, turns: Iterable[int]) -> Iterator[list[HeldPart]]:
+        """The shares of some turns, so many at a time that few numbers are held and the host waits seldom."""
+        parts: list[HeldPart] = []
+        size = 0
+        for turn in turns:
+            own = [part for part in self._parts(turn) if part not in parts]
+            more = sum((part.stop - part.start) * self._module(part.name).outputs for part in own)
+            if parts and size + more > _AT_ONCE:
+                yield parts
+                parts, size = [], 0
+            parts, size = parts + own, size + more
+        yield parts
+
     def _parts(self, turn: int) -> list[HeldPart]:
         """The share of a turn, by the modules' own names. Every share has all vectors and biases, which are small."""
         slim = self._source.is_model_memory
@@ -190,6 +203,13 @@ class HeldWeights:
         chosen = linear[turn % self._pace :: self._pace]
         places = [(name, _column(turn, number, self._size(name))) for number, name in enumerate(chosen)]
         return [HeldPart(name, place, place + 1) for name, place in places]
+
+    def _columns_ahead(self, turn: int) -> list[HeldPart]:
+        """The columns of the next turns.
+
+        If the next pushes have no effect, the engine still has the numbers of now when they look at these columns.
+        """
+        return [part for k in range(self._pace) for part in self._columns((turn + k) % self._shares)]
 
     def _size(self, name: str) -> int:
         """Number of inputs of a linear module, of rows of an embedding, or of elements of vectors."""

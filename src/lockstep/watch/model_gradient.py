@@ -167,9 +167,10 @@ class ModelGradient:
             doubt = _DOUBT_HALF if is_coarse else _DOUBT_SINGLE * min(1.0, math.sqrt(_TENSORS / len(named)))
             if distance is not None and distance <= doubt * limit:
                 return Checked({"checked/step_gradient_error": distance})
-        # In doubt, and where the part has no gradient at all, a drawn sum goes through the model as at the first step.
+        # In doubt, and where the part has no gradient at all, a drawn sum goes through the model: over parts of
+        # completions, which cost less.
         with _set_aside(named):
-            checked = self._sum_checked(policy, sequences, named, step)
+            checked = self._sum_checked(policy, sequences, named, step, in_parts=True)
             if found is None:
                 return checked
             if is_coarse:
@@ -229,13 +230,15 @@ class ModelGradient:
         sequences: Sequence[TrainingSequence],
         named: Mapping[str, torch.nn.Parameter],
         step: int,
+        *,
+        in_parts: bool = False,
     ) -> Checked:
         """Check the gradient of a drawn sum of scores. No trained tensor may hold a gradient."""
         seed, used = (
             (self._config.seed, step, self._rank),
             Used(True, self._entropies, policy.critic is not None),
         )
-        error = self._error(policy, sequences, named, seed, used)
+        error = self._error(policy, sequences, named, seed, used, in_parts=in_parts)
         if error is None:
             return Checked({}, self._unproven)
         return Checked({"checked/model_gradient_error": error})
@@ -269,11 +272,13 @@ class ModelGradient:
         named: Mapping[str, torch.nn.Parameter],
         seed: tuple[int, ...],
         used: Used,
+        *,
+        in_parts: bool = False,
     ) -> float | None:
         # The limit is narrow without autocast. Then the gradient with autocast is compared with the one without it.
         autocast = self._autocast(policy)
         most = budget(self._config)
-        texts = [i for i, s in enumerate(sequences) if not s.pictures]
+        texts = [] if in_parts else [i for i, s in enumerate(sequences) if not s.pictures]
         if autocast is None:
             drawing = self._drawing(policy, sequences, used, texts, most)
             return self._exact_error(policy, drawing, named, seed, self._limit(policy)[0])[0]
