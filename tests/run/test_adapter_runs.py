@@ -188,7 +188,10 @@ def test_a_checkpoint_holds_the_adapter_alone_and_plain_peft_loads_it(
     plain = AutoModelForCausalLM.from_pretrained(untied_dir, dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(plain, saved)
     assert weights_of(loaded).manifest(0).digest == weights_of(run.model).manifest(0).digest
-    assert read_base(saved) == Base(base_digest(plain), "float32")
+    about = read_base(saved)
+    assert about is not None
+    assert about == Base(base_digest(plain), "float32", adapter=about.adapter)
+    assert about.adapter.keys() == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_a_model_that_comes_with_its_adapter_is_trained_on(

@@ -56,7 +56,8 @@ class Work:
             proven.
         checks: the number of sequences whose reference log-probs were computed a second time, one per pass of the
             reference.
-        outputs: the number of forwards that show whether the reference still computes what it computed at first.
+        outputs: the number of forwards that show whether the reference still computes what it computed at first, and
+            whether it was right then.
         repeated: the number of sequences whose log-probs were computed a second time by a plain forward: one per
             later step of a generation, if it learns from any.
         backwards: the number of the trainer's backward calls.
@@ -88,7 +89,7 @@ def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wor
     """
     work = Work()
     real_check, real_plain = frozen.check_reference_scores, plain_forward.check_plain
-    real_outputs = run.watch.reference_outputs.check
+    real_outputs, real_second = run.watch.reference_outputs.check, frozen._second_way
     real_score, real_backward, real_start = Policy.score, run.accelerator.backward, run.source.watch.start
 
     def start(*args: Any) -> None:
@@ -121,12 +122,18 @@ def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wor
         work.outputs += 1
         real_outputs(*args)
 
+    def second_way(*args: Any) -> torch.Tensor | None:
+        found = real_second(*args)
+        work.outputs += found is not None
+        return found
+
     def plain(*args: Any) -> None:
         work.repeated += 1
         real_plain(*args)
 
     monkeypatch.setattr(frozen, "check_reference_scores", check)
     monkeypatch.setattr(run.watch.reference_outputs, "check", outputs)
+    monkeypatch.setattr(frozen, "_second_way", second_way)
     monkeypatch.setattr(plain_forward, "check_plain", plain)
     monkeypatch.setattr(Policy, "score", score)
     monkeypatch.setattr(run.accelerator, "backward", backward)

@@ -111,7 +111,9 @@ def _trainer(sequences: list[TrainingSequence], logits: torch.Tensor, seed: int)
     sums.of_rows(0, here, here, tokens, p, logits, (p * logits).sum(-1))
     found = logps[here, tokens], torch.special.entr(p).sum(-1), sums.variances, sums.below, sums.upto
     assert sums.classes is not None
-    return TokenDraws(*torch.stack([v.double() for v in found]).numpy(), sums.classes.values())
+    return TokenDraws(
+        *torch.stack([v.double() for v in found]).numpy(), sums.classes.values(sums.classes.masses)
+    )
 
 
 def stats_of(fault: Fault, completions: int, length: int, seed: int, **more: torch.dtype) -> DrawStats:

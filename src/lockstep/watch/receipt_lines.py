@@ -99,6 +99,6 @@ def _of_push(pusher: PushWatch) -> dict[str, Any]:
     (name, error), held = pusher.proof.probe.worst, pusher.proof.held
     return {
         "worst_module": {"name": name, "error": error},
-        "held_weights": {"modules": held.modules, "shares": held.shares, "of_shares": held.of_shares},
+        "held_weights": {"shares": held.shares, "of_shares": held.of_shares},
         **pusher.extension.receipt(),
     }
