@@ -129,11 +129,12 @@ def test_an_error_whose_text_cannot_be_made_is_named() -> None:
 
 @pytest.mark.parametrize("how", ["returns", "raises"])
 def test_a_copy_of_the_process_that_a_function_has_made_does_not_go_on(how: str, tmp_path: Path) -> None:
+    copies: list[int] = []
+
     def forks(**_: Any) -> list[float]:
-        if os.fork() == 0:
-            if how == "raises":
-                raise ValueError("in the copy")
-            return [1.0] * 6
+        copies.append(os.fork())
+        if copies[0] == 0 and how == "raises":
+            raise ValueError("in the copy")
         return [1.0] * 6
 
     process = os.getpid()
@@ -144,7 +145,7 @@ def test_a_copy_of_the_process_that_a_function_has_made_does_not_go_on(how: str,
         if os.getpid() != process:
             # The copy has come back. As a second pytest it would end in place of this one.
             os._exit(3)
-    _, status = os.wait()
+    _, status = os.waitpid(copies[0], 0)
     assert os.waitstatus_to_exitcode(status) == 1
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -52,7 +52,7 @@ def test_the_receipt_says_what_the_proofs_stood_on(run_dir: Path) -> None:
     steps = [line for line in lines if line["kind"] == "step"]
     assert start_line["kind"] == "start"
     assert start_line["engine"]["logprobs_mode"] == "processed_logprobs"
-    assert start_line["modules"] == {"probed": 21, "unreached": []}
+    assert start_line["modules"] == {"probed": 21, "unreached": [], "not_to_the_bit": []}
     assert start_line["canary"]["tokens"] == 92
     assert start_line["limits"]["mean"] == 1e-4
     assert [step["version"] for step in steps] == [0, 2]
