@@ -368,7 +368,7 @@ def test_a_sum_is_checked_at_first_and_every_fiftieth_step_and_a_part_at_every_t
 ) -> None:
     policy, sequences = policy_of(model), draw(model, PROMPTS, (6, 3, 6), PLAIN, 1)
     settings = config(tmp_path, bf16=False, seed=4)
-    with patch.object(module.ModelGradient, "_error", lambda *args: 0.0):
+    with patch.object(module.ModelGradient, "_error", lambda *args, **named: 0.0):
         proof = ModelGradient(lambda: [model], settings, 0, entropies=False)
         sums, parts = [], []
         for step in range(3, 50):
