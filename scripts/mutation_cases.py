@@ -2135,7 +2135,7 @@ MUTATIONS = [
     ),
     Mutation(
         "settings of a module that may change",
-        "_is_plain(value):\n                    found",
+        "_is_setting(value):\n                    found",
         "False:\n                    found",
         "tests/watch/test_forward_settings.py::test_a_setting_that_changes_outside_of_a_callback_stops_the_run_at_once",
     ),
@@ -2183,7 +2183,7 @@ MUTATIONS = [
     ),
     Mutation(
         "reference_outputs: a share of the policy that is not compared",
-        "    slack = 2 * eps * torch.maximum(before.abs(), towards.abs()) * bool(share)",
+        "    slack = 2 * drawn.epsilons(own) * torch.maximum(before.abs(), towards.abs()) * bool(share)",
         "    slack = torch.maximum(before.abs(), towards.abs())",
         f"{REFERENCE_FAULTS}::test_a_reference_that_follows_by_another_rule_stops_the_run",
     ),

@@ -17,22 +17,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
+from lockstep.extras.selftest.backward_faults import Reversed
 from lockstep.learn.attention.tree import TREE
 from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.watch import model_gradient
 from lockstep.watch.receipt import RECEIPT, read_receipt
 
 Fault = Callable[[OnlineTrainer], None]
-
-
-class _Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
-        return given.view_as(given)
-
-    @staticmethod
-    def backward(ctx: Any, *flows: torch.Tensor) -> torch.Tensor:
-        return -flows[0]
 
 
 def _model(run: OnlineTrainer) -> torch.nn.Module:
@@ -75,7 +66,7 @@ def attention_reversed(run: OnlineTrainer) -> None:
 
     def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         found, weights = real(module, query, key, value, *args, **kwargs)
-        return _Reversed.apply(found), weights
+        return Reversed.apply(found), weights
 
     ALL_ATTENTION_FUNCTIONS.register(TREE, attention)
 
@@ -84,7 +75,7 @@ def forward_replaced(run: OnlineTrainer) -> None:
     layer = _model(run).model.layers[1].mlp
     real = layer.forward
     # A wrapper that takes over the name and the module of what it wraps.
-    layer.forward = functools.wraps(real)(lambda given: _Reversed.apply(real(given)))  # type: ignore[method-assign]
+    layer.forward = functools.wraps(real)(lambda given: Reversed.apply(real(given)))  # type: ignore[method-assign]
 
 
 def backward_replaced(run: OnlineTrainer) -> None:

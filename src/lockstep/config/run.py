@@ -428,6 +428,12 @@ class OnlineConfig(
         """
 
     @property
+    def best_metric(self) -> str | None:
+        """What the log of an evaluation calls `metric_for_best_model`; None: it is not set."""
+        name = self.metric_for_best_model
+        return name if name is None or name.startswith("eval_") else f"eval_{name}"
+
+    @property
     def uses_vllm(self) -> bool:
         """Whether vLLM samples, here or on servers, unless the trainer is given another engine."""
         here = vllm_installed() if self.use_vllm is None else self.use_vllm

@@ -41,12 +41,12 @@ def adam(values: torch.Tensor, gradient: torch.Tensor, state: Elements, settings
         values, gradient: (N,) float64 values of the elements before the step, and their gradients.
         state: `first` and `second`, running means of the gradient and of its square; `highest`, the largest `second`
             so far; `steps`, the number of steps taken.
-        settings: `rate`, `beta1`, `beta2`, `eps`, `weight_decay`, `decoupled` (1: the decay is not part of the
-            gradient), `amsgrad`, `maximize`.
+        settings: `rate`, `beta1`, `beta2`, `eps`, `weight_decay`, `decoupled_weight_decay` (1: the decay is not part of
+            the gradient), `amsgrad`, `maximize`.
     """
     s = settings
     steps = state["steps"] + 1
-    decays = s["weight_decay"] * s["decoupled"]
+    decays = s["weight_decay"] * s["decoupled_weight_decay"]
     gradient = _downwards(gradient, s) + (s["weight_decay"] - decays) * values
     first = s["beta1"] * state["first"] + (1 - s["beta1"]) * gradient
     second = s["beta2"] * state["second"] + (1 - s["beta2"]) * gradient**2

@@ -80,6 +80,14 @@ class DrawnElements:
         """(n,) values of the windows of one tensor, on its device and in its dtype."""
         return torch.take(tensor.detach(), self.places_in(index, tensor.device))
 
+    def spread(self, of_tensors: Sequence[float]) -> torch.Tensor:
+        """(N,) float64, for each element the value of its tensor."""
+        return torch.tensor(of_tensors, dtype=torch.float64)[self.owners]
+
+    def epsilons(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """(N,) float64, for each element the distance from 1 to the next number of its tensor's dtype."""
+        return self.spread([torch.finfo(t.dtype).eps for t in tensors])
+
     def places_in(self, index: int, device: torch.device) -> torch.Tensor:
         """(n,) places of the elements in one flattened tensor."""
         return self._places_on(device)[self._tensors.index(index)]
@@ -207,8 +215,7 @@ class LoadedState:
                 v if isinstance(v, torch.Tensor) and v.shape == p.shape and p.dim() else None
                 for v, p in zip(values, self._parameters, strict=True)
             ]
-            of_tensors = torch.tensor(numbers, dtype=torch.float64)
-            found[key] = self._drawn.read(tensors) + of_tensors[self._drawn.owners]
+            found[key] = self._drawn.read(tensors) + self._drawn.spread(numbers)
         return found
 
 

@@ -67,7 +67,7 @@ class FactoredSteps:
     def keep(self, step: int) -> None:
         """At the end of a step: note the values and the state of the tensors whose next step is compared."""
         self._turn = [i for i in range(len(self._names)) if (i + step + self._seed) % _WITHIN == 0]
-        self._drawn = DrawnElements.of([self._parameters[i] for i in self._turn], (self._seed, step, 5))
+        self._drawn = DrawnElements.of(self._own(), (self._seed, step, 5))
         self._before, self._counts = self._values(), [self._state(i).get("step", 0) for i in self._turn]
         self._kept = [
             {name: self._state(i)[name].double().clone() for name in _STATE if name in self._state(i)}
@@ -95,10 +95,9 @@ class FactoredSteps:
             return
         update, *differs = on_host([torch.cat([due.update for due in self._due]), *self._state_differences()])
         owners, groups = self._drawn.owners, [self._group_of[i] for i in self._turn]
-        decays = [self._optimizer.param_groups[g]["weight_decay"] for g in groups]
-        epsilons = [torch.finfo(self._parameters[i].dtype).eps for i in self._turn]
-        by_tensor = torch.tensor([[rates[g] for g in groups], decays, epsilons], dtype=torch.float64)
-        rate, decay, eps = by_tensor[:, owners]
+        rate = self._drawn.spread([rates[g] for g in groups])
+        decay = self._drawn.spread([self._optimizer.param_groups[g]["weight_decay"] for g in groups])
+        eps = self._drawn.epsilons(self._own())
         due, found = self._before - rate * (update + decay * self._before), self._values()
         size = rate * (update.abs() + decay * self._before.abs())
         slack = (8 * eps).clamp(min=_LOOSE) * size + 2 * eps * torch.maximum(due.abs(), self._before.abs())
@@ -138,7 +137,10 @@ class FactoredSteps:
         return self._optimizer.state.get(self._parameters[index], {})
 
     def _values(self) -> torch.Tensor:
-        return self._drawn.read([self._parameters[i] for i in self._turn])
+        return self._drawn.read(self._own())
+
+    def _own(self) -> list[torch.nn.Parameter]:
+        return [self._parameters[i] for i in self._turn]
 
 
 def _wrong(found: str, cause: str) -> ProofError:

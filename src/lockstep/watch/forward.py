@@ -183,7 +183,7 @@ def standing(trained: Sequence[torch.nn.Module], backward: Callable[..., Any]) -
                 if own[hooks]:
                     found[f"{title} of {whose}"] = tuple(own[hooks].values())
             for setting, value in own.items():
-                if setting not in _CHANGING and setting[0] != "_" and _is_plain(value):
+                if setting not in _CHANGING and setting[0] != "_" and _is_setting(value):
                     found[f"setting {setting} of {whose}"] = (repr(value),)
             if isinstance(module, PreTrainedModel):
                 found[f"attention of {whose}"] = (module.config._attn_implementation,)
@@ -289,7 +289,7 @@ def _is_of_a_library(one: Any) -> bool:
     return is_in and not where.startswith(_FAULTS)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_setting(value: Any) -> bool:
     """Whether an attribute of a module is a setting. PEFT keeps the scaling of each adapter in a dict."""
     return type(value) in _PLAIN or (type(value) is dict and {type(v) for v in value.values()} <= _PLAIN)
 

@@ -168,16 +168,16 @@ class HeldWeights:
 
     def _together(self, turns: Iterable[int]) -> Iterator[list[HeldPart]]:
         """The shares of some turns, so many at a time that few numbers are held and the host waits seldom."""
-        parts: list[HeldPart] = []
+        parts: dict[HeldPart, None] = {}
         size = 0
         for turn in turns:
             own = [part for part in self._parts(turn) if part not in parts]
             more = sum((part.stop - part.start) * self._module(part.name).outputs for part in own)
             if parts and size + more > _AT_ONCE:
-                yield parts
-                parts, size = [], 0
-            parts, size = parts + own, size + more
-        yield parts
+                yield list(parts)
+                parts, size = {}, 0
+            parts, size = parts | dict.fromkeys(own), size + more
+        yield list(parts)
 
     def _parts(self, turn: int) -> list[HeldPart]:
         """The share of a turn, by the modules' own names. Every share has all vectors and biases, which are small."""

@@ -16,7 +16,7 @@ When: every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,24 +50,23 @@ class _Formula:
 
 
 _MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq", "highest": "max_exp_avg_sq", "steps": "step"}
-_SWITCHES = ("amsgrad", "maximize")
-_ADAM = _Formula("Adam", adam, _MOMENTS, ("betas", "eps", "weight_decay", *_SWITCHES), {"decoupled": 0.0})
-_OF_TORCH = {
-    "AdamW": replace(_ADAM, name="AdamW", constants={"decoupled": 1.0}),
-    "Adam": _ADAM,
-    "SGD": _Formula(
+_OF_ADAM = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
+_OF_TORCH: dict[type, _Formula] = {
+    torch.optim.AdamW: _Formula("AdamW", adam, _MOMENTS, _OF_ADAM, {"decoupled_weight_decay": 1.0}),
+    torch.optim.Adam: _Formula("Adam", adam, _MOMENTS, (*_OF_ADAM, "decoupled_weight_decay")),
+    torch.optim.SGD: _Formula(
         "SGD",
         sgd,
         {"velocity": "momentum_buffer", "moving": ""},
         ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
     ),
-    "RMSprop": _Formula(
+    torch.optim.RMSprop: _Formula(
         "RMSprop",
         rmsprop,
         {"square": "square_avg", "mean": "grad_avg", "velocity": "momentum_buffer", "steps": "step"},
         ("alpha", "eps", "momentum", "weight_decay", "centered", "maximize"),
     ),
-    "Adagrad": _Formula(
+    torch.optim.Adagrad: _Formula(
         "Adagrad",
         adagrad,
         {"sum": "sum", "steps": "step"},
@@ -82,7 +81,7 @@ _OF_BITSANDBYTES = {
         adam,
         {"first": "state1", "second": "state2", "highest": "", "steps": "step"},
         ("betas", "eps", "weight_decay"),
-        {"decoupled": 1.0, "amsgrad": 0.0, "maximize": 0.0},
+        {"decoupled_weight_decay": 1.0, "amsgrad": 0.0, "maximize": 0.0},
         decays_apart=True,
     ),
 }
@@ -91,16 +90,8 @@ _OF_BITSANDBYTES = {
 def formula_of(optimizer: torch.optim.Optimizer) -> _Formula | None:
     """The formula of an optimizer's step; None: there is none here. A subclass may step in another way."""
     kind = type(optimizer)
-    if kind in (
-        torch.optim.AdamW,
-        torch.optim.Adam,
-        torch.optim.SGD,
-        torch.optim.RMSprop,
-        torch.optim.Adagrad,
-    ):
-        if kind is torch.optim.Adam and any(g.get("decoupled_weight_decay") for g in optimizer.param_groups):
-            return _OF_TORCH["AdamW"]
-        return _OF_TORCH[kind.__name__]
+    if kind in _OF_TORCH:
+        return _OF_TORCH[kind]
     if kind.__module__ not in ("bitsandbytes.optim.lion", "bitsandbytes.optim.adamw"):
         return None
     wanted: Any = getattr(optimizer, "args", None)
@@ -185,11 +176,11 @@ class OptimizerRule:
         state = dict(zip(of_elements, found, strict=False))
         if "steps" in keys:
             counts = iter(found[-1].tolist() if tensors else ())
-            state["steps"] = _spread(
-                [next(counts, 0.0) if isinstance(s, torch.Tensor) else float(s) for s in steps], drawn
+            state["steps"] = drawn.spread(
+                [next(counts, 0.0) if isinstance(s, torch.Tensor) else float(s) for s in steps]
             )
         if "moving" in keys:
-            state["moving"] = _spread([s.get(keys["velocity"]) is not None for s in states], drawn)
+            state["moving"] = drawn.spread([s.get(keys["velocity"]) is not None for s in states])
         return State(values, {name: state.get(name, torch.zeros_like(values)) for name in keys}, keys)
 
     def expected(
@@ -203,7 +194,7 @@ class OptimizerRule:
             return None
         settings = self._values_of_settings(self._formula, drawn, rates)
         step = self._formula.step(before.values, gradients, before.state, settings)
-        eps = _spread([torch.finfo(p.dtype).eps for p in self._parameters], drawn)
+        eps = drawn.epsilons(self._parameters)
         loose = (8 * eps).clamp(min=1e-4)
         if self._formula.decays_apart:
             loose = loose + settings["rate"] * settings["weight_decay"]
@@ -216,7 +207,7 @@ class OptimizerRule:
         groups = self._settings.groups
 
         def spread(values: Sequence[float]) -> torch.Tensor:
-            return _spread([values[g] for g in self.group_of], drawn)
+            return drawn.spread([values[g] for g in self.group_of])
 
         found = {"rate": spread(rates)} | {k: spread([v] * len(groups)) for k, v in formula.constants.items()}
         for name in formula.settings:
@@ -229,18 +220,13 @@ class OptimizerRule:
     def state_differs(self, expected: Step, found: State, drawn: DrawnElements) -> dict[str, torch.Tensor]:
         """By name, (N,) bool, whether a part of the state after the step is not what the formula makes."""
         assert found.state is not None
-        eps = _spread([torch.finfo(p.dtype).eps for p in self._parameters], drawn)
+        eps = drawn.epsilons(self._parameters)
         loose = (8 * eps).clamp(min=1e-5)
         # Squares below float32's smallest numbers become zero.
         return {
             name: ~((found.state[name] - due).abs() <= loose * expected.sizes[name] + 1e-30)
             for name, due in expected.state.items()
         }
-
-
-def _spread(values: Sequence[float], drawn: DrawnElements) -> torch.Tensor:
-    """(N,) float64, for each drawn element the value of its tensor."""
-    return torch.tensor(values, dtype=torch.float64)[drawn.owners]
 
 
 @dataclass(slots=True)

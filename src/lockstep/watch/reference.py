@@ -283,8 +283,7 @@ def check_follows(
     before, towards = drawn.read(own), drawn.read([policy[name] for name in reference])
     yield
     now, due = drawn.read(own), before + share * (towards - before)
-    eps = torch.tensor([torch.finfo(t.dtype).eps for t in own], dtype=torch.float64)[drawn.owners]
-    slack = 2 * eps * torch.maximum(before.abs(), towards.abs()) * bool(share)
+    slack = 2 * drawn.epsilons(own) * torch.maximum(before.abs(), towards.abs()) * bool(share)
     wrong = ~((now - due).abs() <= slack)
     if bool(wrong.any()):
         at = int(wrong.nonzero()[0])

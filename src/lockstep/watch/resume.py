@@ -163,12 +163,10 @@ def memory_digests(
     If a module is sharded, every rank calls. Then the owner has the digests of the whole tensors, and the others are
     of no use.
     """
-    found: dict[str, torch.Tensor] = {}
-    names: dict[torch.Tensor, str] = {}
-    for title, module in modules.items():
-        for name, parameter in module.named_parameters():
-            names[parameter] = f"{title}.{name}"
-        found |= {f"{title}.{name}": tensor for name, tensor in module.state_dict(keep_vars=True).items()}
+    found = _weights(modules)
+    names = {
+        p: f"{title}.{name}" for title, module in modules.items() for name, p in module.named_parameters()
+    }
     # A parameter can change between two steps only through the optimizer, so that its state is a part of the weights'
     # future.
     settings: list[dict[str, Any]] = []
@@ -178,17 +176,33 @@ def memory_digests(
             place = names.get(parameter, f"group {len(settings)}, {number}")
             for key, value in optimizer.state.get(parameter, {}).items():
                 found[f"optimizer.{key} of {place}"] = torch.as_tensor(value)
-    # Sharded tensors are collected one at a time, in the same order on all ranks.
-    cut = {
-        name: tensor_digest(collected(found.pop(name)))
-        for name in sorted(n for n, t in found.items() if is_sharded(t))
-    }
-    digests = cut | dict(zip(found, read_in_threads(tensor_digest, list(found.values())), strict=True))
     schedule = {key: str(value) for key, value in scheduler.state_dict().items() if not callable(value)}
-    return digests | {
+    return _tensor_digests(found) | {
         "the optimizer's settings": text_digest(json.dumps(settings)),
         "the schedule": text_digest(json.dumps(schedule, sort_keys=True)),
     }
+
+
+def weight_digests(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
+    """The part of `memory_digests` that is of the modules alone."""
+    return _tensor_digests(_weights(modules))
+
+
+def _weights(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """All parameters and saved buffers, under the titles of their modules."""
+    return {
+        f"{title}.{name}": tensor
+        for title, module in modules.items()
+        for name, tensor in module.state_dict(keep_vars=True).items()
+    }
+
+
+def _tensor_digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Digests by name. Sharded tensors are collected one at a time, in the same order on all ranks."""
+    sharded = sorted(name for name, tensor in tensors.items() if is_sharded(tensor))
+    whole = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
+    digests = {name: tensor_digest(collected(tensors[name])) for name in sharded}
+    return digests | dict(zip(whole, read_in_threads(tensor_digest, list(whole.values())), strict=True))
 
 
 # Bytes of tensors that are read again of each file that was written.

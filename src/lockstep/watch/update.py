@@ -230,9 +230,7 @@ class UpdateProof:
     def _check_clipped(
         self, drawn: DrawnElements, before: torch.Tensor, seen: torch.Tensor, scale: float
     ) -> None:
-        by_tensor = [torch.finfo(p.dtype).eps for p in self._trained]
-        eps = torch.tensor(by_tensor, dtype=torch.float64)[drawn.owners]
-        due = before * scale
+        eps, due = drawn.epsilons(self._trained), before * scale
         # The clip's own norm may differ from this proof's by rounding.
         wrong = ~((seen - due).abs() <= (2e-3 + 4 * eps) * due.abs() + 1e-30)
         if bool(wrong.any()):

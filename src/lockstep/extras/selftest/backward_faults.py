@@ -72,7 +72,7 @@ def _layer_zeroed(stage: Stage) -> Patch:
     return _hooked([p.register_hook(torch.zeros_like) for p in layer.parameters() if p.requires_grad])
 
 
-class _Reversed(torch.autograd.Function):
+class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
         return given.view_as(given)
@@ -84,7 +84,7 @@ class _Reversed(torch.autograd.Function):
 
 def _trunk_reversed(stage: Stage) -> Patch:
     def reversed_flow(module: torch.nn.Module, given: Any, made: Any) -> Any:
-        made.last_hidden_state = _Reversed.apply(made.last_hidden_state)
+        made.last_hidden_state = Reversed.apply(made.last_hidden_state)
         return made
 
     return _hooked([causal_model(stage.model).base_model.register_forward_hook(reversed_flow)])

@@ -41,6 +41,7 @@ from lockstep.watch.resume import (
     check_written,
     memory_digests,
     seal,
+    weight_digests,
 )
 from lockstep.weights.source import PlainSource
 
@@ -216,14 +217,14 @@ class WholeCheckpoints(Trainer):
         if not load_renamed(self.model, best):
             super()._load_best_model()
         if (best / DIGESTS).is_file():
-            check_loaded(best, self._memory(), only="policy.")
+            check_loaded(best, weight_digests(self.trained_by_name()), only="policy.")
 
     def _check_best(self) -> None:
         """Compare the best checkpoint so far with the scheduled evaluations in the log."""
         args, state = self.args, self.state
-        if args.metric_for_best_model is None or state.best_global_step is None:
+        metric = args.best_metric
+        if metric is None or state.best_global_step is None:
             return
-        metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
         by_step = args.eval_strategy == IntervalStrategy.STEPS
         scheduled = [
             entry

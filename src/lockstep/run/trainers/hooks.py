@@ -129,8 +129,7 @@ class StepHooks(Trainer):
         """Evaluate, and note the metric that a schedule such as `reduce_lr_on_plateau` has taken."""
         metrics = super()._evaluate(*given, skip_scheduler=skip_scheduler, **named)
         if self.rates is not None and self.rates.metrics is not None and not skip_scheduler:
-            name = self.args.metric_for_best_model
-            self.rates.after_metric(metrics[name if name.startswith("eval_") else f"eval_{name}"])
+            self.rates.after_metric(metrics[self.config.best_metric])
         return metrics
 
     def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
